@@ -1,0 +1,106 @@
+"""The two ends of the exchange: what an attention step and an FFN step may ask of a transport. Knows no transport.
+
+T rows of one stage on one attention rank, R rows of one stage from all of them in rank order, D hidden, K top-k.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from afd_megatron.plan import StepPlan
+
+
+class Routing(NamedTuple):
+    """Which experts a row goes to: `topk_ids` int32 [rows, K], `topk_weights` float32 [rows, K]."""
+
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+class Dispatched(NamedTuple):
+    """One stage as it arrived: `hidden_RD` in the model's dtype; `routing` only if the gate sits on attention."""
+
+    hidden_RD: torch.Tensor
+    routing: Routing | None
+
+
+class ExchangeLayout(NamedTuple):
+    """What a port must know about the messages; `top_k` is 0 if the gate sits on the FFN."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+    num_layers: int
+    num_stages: int
+    max_rows: int
+
+
+class TrafficCounters:
+    """Rows and payload bytes this end has sent and received so far (padded rows, as on the wire)."""
+
+    def __init__(self) -> None:
+        self.rows_sent = 0
+        self.rows_received = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+
+class AttentionPort(ABC):
+    """Attention's end. Per step: `begin_step`, then dispatch and combine in the order of `pipeline`.
+
+    A (layer, stage) in which this rank has 0 padded rows is neither dispatched nor combined.
+    """
+
+    traffic: TrafficCounters
+
+    @abstractmethod
+    def begin_step(self, plan: StepPlan) -> None:
+        """Prepare for the messages of `plan`. No message of the last step may be outstanding."""
+
+    @abstractmethod
+    def dispatch(self, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None) -> None:
+        """Send a stage's rows to every FFN rank. Never waits for a peer; the arguments may be reused on return."""
+
+    @abstractmethod
+    def combine(self, layer: int, stage: int) -> torch.Tensor:
+        """Wait for every FFN rank's partial sum and return their sum [T, D] in the model's dtype.
+
+        Partials are added in float32, in FFN-rank order. The result stays valid until the next combine of the stage.
+
+        Raises:
+            PeerError: a peer is gone or late; names peer, layer and stage.
+            ProtocolError: a message is not the one expected.
+        """
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class FfnPort(ABC):
+    """The FFN's end. Per step: `begin_step`, then receive and reply in the order of `pipeline`.
+
+    A (layer, stage) in which no attention rank has padded rows is neither received nor replied to.
+    """
+
+    traffic: TrafficCounters
+
+    @abstractmethod
+    def begin_step(self, plan: StepPlan) -> None:
+        """Prepare for the messages of `plan`. No message of the last step may be outstanding."""
+
+    @abstractmethod
+    def receive(self, layer: int, stage: int) -> Dispatched:
+        """Wait for the stage of every attention rank that has rows in it; valid until `reply` of the same stage.
+
+        Raises:
+            PeerError: a peer is gone or late; names peer, layer and stage.
+            ProtocolError: a message is not the one expected.
+        """
+
+    @abstractmethod
+    def reply(self, layer: int, stage: int, partial_RD: torch.Tensor) -> None:
+        """Send each attention rank its rows of `partial_RD` (model's dtype). Never waits for a peer."""
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,78 @@
+"""What a family tells about its models: the shape, and where each tensor comes from. Knows no torch, no Megatron."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from afd_megatron.topology import Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as both roles must agree on it; counts are of the whole model, never of a rank's part.
+
+    `is_moe_layer` has one flag per layer, 0-based. `moe_width` and `dense_width` are the inner sizes of one expert and
+    of a dense MLP. `normalize_topk` divides the weights of the chosen experts by their sum.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    is_moe_layer: tuple[bool, ...]
+    num_experts: int
+    top_k: int
+    moe_width: int
+    dense_width: int
+    normalize_topk: bool
+    rope_theta: float
+    norm_eps: float
+    has_tied_embeddings: bool
+    has_qk_norm: bool
+    has_qkv_bias: bool
+
+
+class Layout(StrEnum):
+    """How the HF tensors of a rule make ours.
+
+    COPY: one tensor as it is. QKV: q, k, v interleaved by KV group (q.. k v per group). GATE_UP: gate rows over up
+    rows, each cut to the rank's slice of the width. DOWN: columns cut to the rank's slice of the width.
+    EXPERT_GATE_UP / EXPERT_DOWN: the rank's experts stacked, `{expert}` in the HF name stands for each of them, or one
+    packed tensor named by `packed`.
+    """
+
+    COPY = "copy"
+    QKV = "qkv"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+    EXPERT_GATE_UP = "expert_gate_up"
+    EXPERT_DOWN = "expert_down"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """One tensor of ours: its Megatron name without rank-local numbering, its HF sources, its role.
+
+    A router (`is_router`) belongs to the role that the gate is placed on.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    layout: Layout
+    role: Role
+    packed: str | None = None
+    is_router: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture. `read_shape` refuses what it does not support with a `ConfigError` that names the field."""
+
+    name: str
+    architectures: tuple[str, ...]
+    read_shape: Callable[[Mapping[str, object]], ModelShape]
+    tensor_rules: Callable[[ModelShape], tuple[TensorRule, ...]]
