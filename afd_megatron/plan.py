@@ -99,6 +99,10 @@ class StepPlan:
         return len(self.stages)
 
     @property
+    def has_prefill(self) -> bool:
+        return Phase.PREFILL in self.phases
+
+    @property
     def num_attention(self) -> int:
         return len(self.phases)
 
@@ -171,6 +175,14 @@ def make_plan(sequence: int, counts: tuple[RankCounts, ...], rules: PlanRules) -
         return StepPlan(sequence, RunMode.EAGER, tuple(StageRows(stage, stage) for stage in real), phases)
     padded = (bucket,) * rules.num_attention
     return StepPlan(sequence, RunMode.REPLAY, tuple(StageRows(padded, stage) for stage in real), phases)
+
+
+def warmup_plan(sequence: int, num_rows: int, rules: PlanRules) -> StepPlan:
+    """Return a dummy step of `num_rows` padded rows per attention rank, none of them real."""
+    stages = split_rows(num_rows, rules.num_stages)
+    nothing = (0,) * rules.num_attention
+    rows = tuple(StageRows((size,) * rules.num_attention, nothing) for size in stages)
+    return StepPlan(sequence, RunMode.WARMUP, rows, (Phase.IDLE,) * rules.num_attention)
 
 
 def check_plan(plan: StepPlan, sequence: int, rules: PlanRules) -> None:

@@ -4,18 +4,13 @@ T rows of one stage on one attention rank, R rows of one stage from all of them 
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from afd_megatron.plan import StepPlan
-
-
-class Routing(NamedTuple):
-    """Which experts a row goes to: `topk_ids` int32 [rows, K], `topk_weights` float32 [rows, K]."""
-
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
+from afd_megatron.routing import Routing
 
 
 class Dispatched(NamedTuple):
@@ -36,14 +31,22 @@ class ExchangeLayout(NamedTuple):
     max_rows: int
 
 
+@dataclass(slots=True)
 class TrafficCounters:
-    """Rows and payload bytes this end has sent and received so far (padded rows, as on the wire)."""
+    """Rows and payload bytes this end has sent and received so far: padded rows, once per peer they went to."""
 
-    def __init__(self) -> None:
-        self.rows_sent = 0
-        self.rows_received = 0
-        self.bytes_sent = 0
-        self.bytes_received = 0
+    rows_sent: int = 0
+    rows_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def sent(self, rows: int, num_bytes: int) -> None:
+        self.rows_sent += rows
+        self.bytes_sent += num_bytes
+
+    def received(self, rows: int, num_bytes: int) -> None:
+        self.rows_received += rows
+        self.bytes_received += num_bytes
 
 
 class AttentionPort(ABC):
@@ -66,7 +69,7 @@ class AttentionPort(ABC):
     def combine(self, layer: int, stage: int) -> torch.Tensor:
         """Wait for every FFN rank's partial sum and return their sum [T, D] in the model's dtype.
 
-        Partials are added in float32, in FFN-rank order. The result stays valid until the next combine of the stage.
+        Partials are added in float32, in FFN-rank order. The result stays valid until the next dispatch of the stage.
 
         Raises:
             PeerError: a peer is gone or late; names peer, layer and stage.
@@ -74,7 +77,8 @@ class AttentionPort(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait until the last messages have left, and let the buffers go. A second call does nothing."""
 
 
 class FfnPort(ABC):
@@ -103,4 +107,5 @@ class FfnPort(ABC):
         """Send each attention rank its rows of `partial_RD` (model's dtype). Never waits for a peer."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait until the last messages have left, and let the buffers go. A second call does nothing."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from afd_megatron.topology import Role
 
@@ -42,7 +43,7 @@ class Layout(StrEnum):
     COPY: one tensor as it is. QKV: q, k, v interleaved by KV group (q.. k v per group). GATE_UP: gate rows over up
     rows, each cut to the rank's slice of the width. DOWN: columns cut to the rank's slice of the width.
     EXPERT_GATE_UP / EXPERT_DOWN: the rank's experts stacked, `{expert}` in the HF name stands for each of them, or one
-    packed tensor named by `packed`.
+    packed tensor.
     """
 
     COPY = "copy"
@@ -53,26 +54,46 @@ class Layout(StrEnum):
     EXPERT_DOWN = "expert_down"
 
 
+class HfTensor(NamedTuple):
+    """A tensor of a checkpoint. A name with `{expert}` stands for one tensor of this shape per expert."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """One tensor of ours: its Megatron name without rank-local numbering, its HF sources, its role.
+    """One tensor of ours: its Megatron name, layers counted over the whole model, its HF sources, its role.
 
-    A router (`is_router`) belongs to the role that the gate is placed on.
+    `packed` is the one tensor that holds all experts and may be there instead of `sources`. A router (`is_router`)
+    belongs to the role that the gate is placed on.
     """
 
     name: str
-    sources: tuple[str, ...]
+    sources: tuple[HfTensor, ...]
     layout: Layout
     role: Role
-    packed: str | None = None
+    packed: HfTensor | None = None
     is_router: bool = False
+
+    def tensors(self, num_experts: int) -> list[HfTensor]:
+        """Return the sources with the name of every expert written out."""
+        return [
+            HfTensor(source.name.format(expert=expert), source.shape)
+            for source in self.sources
+            for expert in range(num_experts if "{expert}" in source.name else 1)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. `read_shape` refuses what it does not support with a `ConfigError` that names the field."""
+    """One architecture. `read_shape` refuses what it does not support with a `ConfigError` of a line per field.
+
+    A tensor of a checkpoint that no rule names is unexpected, unless its name contains one of `ignored`.
+    """
 
     name: str
-    architectures: tuple[str, ...]
+    architecture: str
     read_shape: Callable[[Mapping[str, object]], ModelShape]
     tensor_rules: Callable[[ModelShape], tuple[TensorRule, ...]]
+    ignored: tuple[str, ...] = ()

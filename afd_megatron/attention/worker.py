@@ -1,0 +1,178 @@
+"""An attention rank's life between steps: exchange, plan, run, sample, finish. Knows no model code, no transport."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from afd_megatron.attention.leader import Leader
+from afd_megatron.attention.step import AttentionStep
+from afd_megatron.control import AttentionExchange, StepEntry
+from afd_megatron.engine.batch import make_stages
+from afd_megatron.engine.clock import JobClock
+from afd_megatron.engine.request import Request, Result
+from afd_megatron.engine.sampler import sample
+from afd_megatron.engine.scheduler import Schedule, Scheduler
+from afd_megatron.observability.progress import Progress
+from afd_megatron.plan import PlanRules, RankCounts, RunMode, StepPlan, make_plan, warmup_plan
+
+
+class BatchShape(NamedTuple):
+    """What turns a schedule into tensors and logits into tokens on this rank."""
+
+    block_size: int
+    vocab_size: int
+    device: torch.device
+
+
+class AttentionWorker:
+    """Serves requests on one attention rank; the one with a `leader` is rank 0 and serves the job as well.
+
+    In each round all attention ranks exchange what they have scheduled and come to the same plan from it. What was
+    handed out or finished in a round travels with the next exchange. `stop` asks for an early end.
+    """
+
+    def __init__(
+        self,
+        role_rank: int,
+        scheduler: Scheduler,
+        step: AttentionStep,
+        exchange: AttentionExchange,
+        *,
+        rules: PlanRules,
+        shape: BatchShape,
+        clock: JobClock,
+        leader: Leader | None,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self._role_rank = role_rank
+        self._scheduler = scheduler
+        self._step = step
+        self._exchange = exchange
+        self._rules = rules
+        self._shape = shape
+        self._clock = clock
+        self._leader = leader
+        self._progress = progress
+        self._stop = stop
+        self._sequence = 0
+        self._entries: tuple[StepEntry, ...] = ()
+        self._finished: list[Result] = []
+        self.steps: Counter[str] = Counter()
+        self.duration_s = 0.0
+        self.was_interrupted = False
+
+    def warm_up(self, num_rows: int) -> None:
+        """Run a dummy step of `num_rows` rows per attention rank, which no metric counts."""
+        schedule = self._scheduler.schedule()
+        self._run_plan(warmup_plan(self._sequence, num_rows, self._rules), schedule)
+        self._scheduler.finish_step(schedule, ())
+
+    def run(self) -> None:
+        """Serve until the leader says that every request has its record."""
+        self._clock.start()
+        while self._round():
+            pass
+        self.duration_s = self._clock()
+
+    def _round(self) -> bool:
+        """Do one exchange and, if any rank has rows, one step; return whether there is more to do."""
+        handed_out = self._hand_out()
+        schedule = self._scheduler.schedule()
+        exchanged = self._exchange.exchange(
+            self._entry(schedule),
+            {rank: _join(requests) for rank, requests in handed_out.items()},
+            self._take_finished(),
+        )
+        self._entries = exchanged.entries
+        if self._leader is not None:
+            self._leader.take(Result.from_bytes(line) for data in exchanged.results for line in data.splitlines())
+        if self._entries[0].is_last:
+            return False
+        if any(entry.wants_stop for entry in self._entries) and not self.was_interrupted:
+            self._interrupt()
+            return True
+        counts = tuple(RankCounts(entry.num_decode_rows, entry.num_prefill_rows) for entry in self._entries)
+        if any(count.num_rows for count in counts):
+            self._run_step(schedule, counts)
+        else:
+            self._scheduler.finish_step(schedule, ())
+            if self._leader is not None and not handed_out and not self._leader.is_done:
+                self._leader.wait_idle(self._stop)
+        self._add(Request.from_bytes(line) for line in exchanged.requests.splitlines())
+        return True
+
+    def _hand_out(self) -> dict[int, list[Request]]:
+        """Return the requests for other ranks, those for this one already added. None before the first exchange."""
+        if self._leader is None or not self._entries:
+            return {}
+        handed_out = self._leader.hand_out(self._entries)
+        self._add(handed_out.pop(self._role_rank, ()))
+        return handed_out
+
+    def _add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            result = self._scheduler.add(request, self._clock() - request.arrival_s)
+            if result is not None:
+                self._finish(result)
+
+    def _finish(self, *results: Result) -> None:
+        if self._leader is not None:
+            self._leader.take(results)
+        else:
+            self._finished += results
+
+    def _take_finished(self) -> bytes:
+        data = _join(self._finished)
+        self._finished.clear()
+        return data
+
+    def _entry(self, schedule: Schedule) -> StepEntry:
+        counts = schedule.counts
+        return StepEntry(
+            num_decode_rows=counts.num_decode_rows,
+            num_prefill_rows=counts.num_prefill_rows,
+            load=self._scheduler.load,
+            num_waiting=self._scheduler.num_waiting,
+            num_free=self._scheduler.num_free,
+            wants_stop=self._stop.is_set(),
+            is_last=self._leader is not None and self._leader.is_done,
+        )
+
+    def _run_step(self, schedule: Schedule, counts: tuple[RankCounts, ...]) -> None:
+        plan = make_plan(self._sequence, counts, self._rules)
+        logits_NV = self._run_plan(plan, schedule)
+        sampled = sample(logits_NV, schedule.requests, schedule.sample_positions, vocab_size=self._shape.vocab_size)
+        self._finish(*self._scheduler.finish_step(schedule, sampled))
+
+    def _run_plan(self, plan: StepPlan, schedule: Schedule) -> torch.Tensor:
+        """Publish and run a plan; return the logits float32 [N, V] of the schedule's sample rows."""
+        if self._leader is not None:
+            self._leader.publish(plan)
+        self._progress.begin_step(plan.sequence)
+        self._sequence += 1
+        self.steps[plan.mode.name.lower()] += 1
+        if plan.mode is not RunMode.WARMUP:
+            self.steps["prefill" if plan.has_prefill else "decode"] += 1
+        stages = make_stages(
+            schedule,
+            real=[stage.real[self._role_rank] for stage in plan.stages],
+            padded=[stage.padded[self._role_rank] for stage in plan.stages],
+            block_size=self._shape.block_size,
+            device=self._shape.device,
+        )
+        return self._step.run(plan, stages)
+
+    def _interrupt(self) -> None:
+        self.was_interrupted = True
+        if self._leader is not None:
+            self._leader.close_intake()
+        self._finish(*self._scheduler.interrupt())
+
+
+def _join(items: Iterable[Request | Result]) -> bytes:
+    """Return one line of JSON per item; JSON escapes line breaks, so lines hold."""
+    return b"\n".join(item.to_bytes() for item in items)

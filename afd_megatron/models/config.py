@@ -1,0 +1,45 @@
+"""Turns a ModelShape into Megatron's TransformerConfig. Knows no family, no role."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from afd_megatron.families.base import ModelShape
+
+
+def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
+    """Return the whole model's config: plain torch modules without TransformerEngine, nothing initialised."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.dense_width,
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.top_k,
+        moe_ffn_hidden_size=shape.moe_width,
+        moe_layer_freq=[int(is_moe) for is_moe in shape.is_moe_layer],
+        moe_router_pre_softmax=not shape.normalize_topk,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="allgather",
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.has_qk_norm,
+        add_qkv_bias=shape.has_qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=True,  # allocates on the default device, which the models set, instead of on CUDA
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )

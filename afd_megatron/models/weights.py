@@ -1,0 +1,158 @@
+"""Fills each role's model with its part of the weights. Knows no family, no file format.
+
+D hidden, E experts of this rank, I inner width, G KV heads.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from afd_megatron.errors import CheckpointError
+from afd_megatron.families import family_of
+from afd_megatron.families.base import Family, Layout, ModelShape, TensorRule
+from afd_megatron.models.attention_model import AttentionModel
+from afd_megatron.models.ffn_model import FfnModel
+from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightSource
+from afd_megatron.topology import Role
+
+_EVERYTHING = slice(None)
+_EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Bytes of one role on one rank: held in all, by experts, by embedding and head, and read from the source."""
+
+    weight_bytes: int
+    expert_bytes: int
+    embedding_bytes: int
+    read_bytes: int
+
+
+class _Cut(NamedTuple):
+    """Which part of the model a rank holds, and how its heads are grouped."""
+
+    experts: range
+    columns: range
+    num_kv_heads: int
+
+
+def open_weights(folder: Path, shape: ModelShape, *, seed: int = 0, is_random: bool = False) -> WeightSource:
+    """Return the weights of a model folder, found complete, or random ones.
+
+    Raises:
+        CheckpointError: weights are missing, unexpected or of another shape; lists all of them.
+    """
+    if is_random:
+        return RandomSource(shape, seed)
+    source = SafetensorsSource(folder)
+    check_complete(folder, source.shapes, shape)
+    return source
+
+
+def check_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]], shape: ModelShape) -> None:
+    """Compare a checkpoint's tensors with what the model needs.
+
+    Raises:
+        CheckpointError: one line per tensor that is missing, unexpected or of another shape.
+    """
+    family = family_of(shape)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for rule in family.tensor_rules(shape):
+        is_packed = rule.packed is not None and rule.packed.name in shapes
+        tensors = [rule.packed] if rule.packed is not None and is_packed else rule.tensors(shape.num_experts)
+        wanted.update(tensors)
+    unexpected = [name for name in shapes if name not in wanted and not _is_ignored(name, family, shape)]
+    faults = [f"{name}: missing" for name in wanted if name not in shapes]
+    faults += [f"{name}: unexpected" for name in sorted(unexpected)]
+    faults += [
+        f"{name}: shape {list(shapes[name])} (expected {list(size)})"
+        for name, size in wanted.items()
+        if shapes.get(name, size) != size
+    ]
+    if faults:
+        raise CheckpointError("\n".join(f"{folder}: {fault}" for fault in faults))
+
+
+def load_attention(model: AttentionModel, source: WeightSource, shape: ModelShape) -> LoadReport:
+    """Fill an attention rank's model; nothing of the FFN is read but the router, if it is here."""
+    cut = _Cut(experts=range(0), columns=range(0), num_kv_heads=shape.num_kv_heads)
+    return _load(model.weights(), Role.ATTENTION, source, shape, cut)
+
+
+def load_ffn(model: FfnModel, source: WeightSource, shape: ModelShape) -> LoadReport:
+    """Fill an FFN rank's model; only its experts and its columns of dense MLPs are read."""
+    cut = _Cut(experts=model.expert_ids, columns=model.dense_columns, num_kv_heads=shape.num_kv_heads)
+    return _load(model.weights(), Role.FFN, source, shape, cut)
+
+
+@torch.no_grad()
+def _load(
+    weights: Mapping[str, torch.Tensor], role: Role, source: WeightSource, shape: ModelShape, cut: _Cut
+) -> LoadReport:
+    before = source.num_bytes_read
+    rules = {rule.name: rule for rule in family_of(shape).tensor_rules(shape)}
+    wanted = {name for name, rule in rules.items() if rule.role is role and not rule.is_router}
+    assert wanted <= weights.keys() <= rules.keys(), wanted ^ weights.keys()
+    for name, parameter in weights.items():
+        _FILL[rules[name].layout](parameter, rules[name], source, cut)
+    experts = [name for name in weights if rules[name].layout in (Layout.EXPERT_GATE_UP, Layout.EXPERT_DOWN)]
+    return LoadReport(
+        weight_bytes=_num_bytes(weights.values()),
+        expert_bytes=_num_bytes(weights[name] for name in experts),
+        embedding_bytes=_num_bytes(weights[name] for name in _EMBEDDINGS if name in weights),
+        read_bytes=source.num_bytes_read - before,
+    )
+
+
+def _is_ignored(name: str, family: Family, shape: ModelShape) -> bool:
+    is_tied_head = shape.has_tied_embeddings and name == "lm_head.weight"
+    return is_tied_head or any(part in name for part in family.ignored)
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _fill_copy(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    parameter.copy_(source.read(rule.sources[0].name, ()))
+
+
+def _fill_qkv(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    parts = [source.read(tensor.name, ()) for tensor in rule.sources]
+    by_group = [part.unflatten(0, (cut.num_kv_heads, -1)) for part in parts]
+    parameter.copy_(torch.cat(by_group, dim=1).flatten(0, 1))
+
+
+def _fill_gate_up(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    rows = slice(cut.columns.start, cut.columns.stop)
+    for half, tensor in zip(parameter.chunk(2), rule.sources, strict=True):
+        half.copy_(source.read(tensor.name, (rows,)))
+
+
+def _fill_down(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    columns = slice(cut.columns.start, cut.columns.stop)
+    parameter.copy_(source.read(rule.sources[0].name, (_EVERYTHING, columns)))
+
+
+def _fill_experts(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, expert by expert, or at once from a packed tensor."""
+    if rule.packed is not None and rule.packed.name in source.shapes:
+        parameter.copy_(source.read(rule.packed.name, (slice(cut.experts.start, cut.experts.stop),)))
+        return
+    for ours, expert in zip(parameter, cut.experts, strict=True):
+        for part, tensor in zip(ours.chunk(len(rule.sources)), rule.sources, strict=True):
+            part.copy_(source.read(tensor.name.format(expert=expert), ()))
+
+
+_FILL: dict[Layout, Callable[[torch.Tensor, TensorRule, WeightSource, _Cut], None]] = {
+    Layout.COPY: _fill_copy,
+    Layout.QKV: _fill_qkv,
+    Layout.GATE_UP: _fill_gate_up,
+    Layout.DOWN: _fill_down,
+    Layout.EXPERT_GATE_UP: _fill_experts,
+    Layout.EXPERT_DOWN: _fill_experts,
+}
