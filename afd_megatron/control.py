@@ -185,7 +185,8 @@ class PlanSender:
         """End the job as failed for all FFN ranks that can still be told; raises nothing."""
         with suppress(PeerError):
             self._send(_Kind.ABORT, reason.encode()[:_REASON_NUM_BYTES])
-        for peer, work in self._pending:
+        while self._pending:
+            peer, work = self._pending.pop(0)
             with suppress(PeerError):
                 self._world.wait(work, peer, "abort", timeout_s=_ABORT_GRACE_S)
 
@@ -196,9 +197,9 @@ class PlanSender:
             self._pending.append((peer, self._world.send(data, peer, _PLAN_TAG)))
 
     def _drain(self) -> None:
-        for peer, work in self._pending:
+        while self._pending:
+            peer, work = self._pending.pop(0)
             self._world.wait(work, peer, "taking of plans", timeout_s=self._timeout_s)
-        self._pending.clear()
 
 
 class PlanReceiver:

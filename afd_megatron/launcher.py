@@ -50,8 +50,8 @@ class _Variables(NamedTuple):
     local_size: str
 
 
-# The first launcher whose rank, size and local rank are all set started this process. torchrun and DeepSpeed differ in
-# the last name only; a batch script of Slurm may start DeepSpeed, so Slurm comes last.
+# The first launcher whose variables are set started this process. torchrun and DeepSpeed differ in the last one; a
+# batch script of Slurm may start any other launcher, so srun comes last.
 _LAUNCHERS = {
     "deepspeed": _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
     "torchrun": _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -67,13 +67,12 @@ def read_start(environ: Mapping[str, str]) -> Start | None:
         ConfigError: a variable is no number, or there are several nodes.
     """
     for launcher, names in _LAUNCHERS.items():
-        if names[3] not in environ and launcher in ("deepspeed", "torchrun"):
-            continue
-        if not all(name in environ for name in names[:3]):
+        needed = names[:3] if launcher == "srun" else names  # an old srun does not set the last
+        if not all(name in environ for name in needed):
             continue
         rank, world_size, local_rank = (_number(environ, name) for name in names[:3])
-        if environ.get(names.local_size, str(world_size)) != str(world_size):
-            local_size = environ[names.local_size]
+        local_size = environ.get(names.local_size, str(world_size))
+        if local_size != str(world_size):
             raise ConfigError(f"{launcher}: not yet: several nodes ({local_size} of {world_size} ranks on this one)")
         return Start(launcher, rank, world_size, local_rank)
     return None
@@ -130,7 +129,7 @@ def launched_rank(config: JobConfig, start: Start | None, environ: Mapping[str, 
     """
     start = start or Start("none", 0, 1, 0)
     if start.world_size != job_topology(config).world_size:
-        raise ConfigError(f"world size: {_arithmetic(config)}, but {start.world_size} were started by {start.launcher}")
+        raise ConfigError(f"world size: {_arithmetic(config, start)}")
     # Ranks of one launch share a parent; a rank alone may share it with another job of the same shell.
     owner = os.getppid() if start.world_size > 1 else os.getpid()
     return LaunchedRank(start.rank, start.world_size, start.local_rank, _rendezvous(environ, owner))
@@ -171,15 +170,19 @@ def _output_faults(config: JobConfig) -> Iterator[Fault]:
         yield Fault(("job.output",), f"{config.job.output} exists (allowed: a new file, or --overwrite)")
 
 
-def _arithmetic(config: JobConfig) -> str:
+def _arithmetic(config: JobConfig, start: Start) -> str:
     attention, ffn = config.topology.attention, config.topology.ffn
     parts = f"attention dp {attention.dp} x tp {attention.tp}"
     if config.connector.kind == "local":
         parts = "connector local"
     elif not config.topology.colocated:
         parts += f" + ffn ep {ffn.ep} x tp {ffn.tp}"
-    world_size = job_topology(config).world_size
-    return f"{parts} = {world_size} rank{'s' if world_size > 1 else ''}"
+    wanted = job_topology(config).world_size
+    hint = f"; deepspeed --num_gpus {wanted}" if start.launcher == "deepspeed" else ""
+    return (
+        f"{parts} = {wanted} rank{'s' if wanted > 1 else ''}, but {start.world_size} were started"
+        f" (allowed: {wanted}{hint})"
+    )
 
 
 def _exit_code(ending: Ending, summary: Path) -> int:

@@ -25,7 +25,7 @@ from afd_megatron.distributed import World, guard_process, join, megatron_groups
 from afd_megatron.engine.clock import JobClock
 from afd_megatron.engine.intake import Intake, JobInput, PromptLimits, read_input
 from afd_megatron.engine.kv_blocks import BlockPool
-from afd_megatron.engine.results import ResultWriter, benchmark_metrics, summary_path, write_summary
+from afd_megatron.engine.results import ResultWriter, benchmark_metrics, write_summary
 from afd_megatron.engine.scheduler import Scheduler, SchedulerLimits
 from afd_megatron.engine.text import TextCodec
 from afd_megatron.errors import AfdError, ExitCode
@@ -63,6 +63,7 @@ def run(config: JobConfig, launched: LaunchedRank, *, overwrite: bool) -> int:
     topology = job_topology(config)
     name = topology.name(launched.rank)
     logging.basicConfig(level=config.observe.log_level.upper(), format=f"%(asctime)s {name}: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     progress = Progress()
     guard_process()
     stop = _stop_on_signal()
@@ -89,7 +90,9 @@ def open_job(config: JobConfig, *, overwrite: bool) -> JobFiles:
         limits=PromptLimits(shape.vocab_size, config.engine.max_context),
         request_rate=config.job.request_rate,
     )
-    return JobFiles(lines, ResultWriter(config.job.output, overwrite=overwrite))
+    writer = ResultWriter(config.job.output, overwrite=overwrite)
+    config.job.summary.unlink(missing_ok=True)  # it would speak for this job
+    return JobFiles(lines, writer)
 
 
 def serve(
@@ -149,6 +152,7 @@ class _Parts:
             num_layers=shape.num_layers,
             num_stages=config.pipeline.stages,
             max_rows=self.rules.max_rows,
+            unrouted_layers=frozenset(layer for layer, is_moe in enumerate(shape.is_moe_layer) if not is_moe),
         )
         self._ports = make_ports(config.connector.kind, world, layout, timeout_s=config.control.step_timeout_s)
         self._loaded: dict[Role, LoadReport] = {}
@@ -250,7 +254,7 @@ def _summarise(config: JobConfig, worker: AttentionWorker, leader: Leader, ranks
         status, exit_code = "ok", ExitCode.OK
     counted = {"metrics": metrics, "steps": dict(worker.steps)}
     summary = job_summary(config, status, ranks=ranks, counted=counted)
-    write_summary(summary_path(config.job.output), summary)
+    write_summary(config.job.summary, summary)
     log.info(
         "%s: %d of %d requests, %.1f tokens/s",
         status,
@@ -301,5 +305,5 @@ def _die(config: JobConfig, rank: int, line: str, error: Exception) -> NoReturn:
     sys.stderr.write(f"AFD FAILURE {line}\n")
     sys.stderr.flush()
     if rank == 0:
-        write_summary(summary_path(config.job.output), job_summary(config, "fault", ranks=[], counted={"fault": line}))
+        write_summary(config.job.summary, job_summary(config, "fault", ranks=[], counted={"fault": line}))
     os._exit(error.exit_code if isinstance(error, AfdError) else ExitCode.FAULT)

@@ -64,7 +64,8 @@ def colocated_actions(num_layers: int, num_stages: int) -> Iterator[Action]:
 def num_credits(num_stages: int) -> int:
     """Return how many receive buffers a rank keeps per peer and direction: one per stage.
 
-    Attention dispatches (layer + 1, stage) only after it combined (layer, stage), and the FFN's reply says that the
-    dispatch was consumed, so buffer `stage` is free again by then and no send ever waits for a buffer.
+    Attention dispatches (layer + 1, stage) only after it combined (layer, stage), and the FFN frees the buffer of the
+    dispatch right before it replies; attention frees that of the reply right before it dispatches the stage again. So
+    buffer `stage` is free by then and no send ever waits for one. With fewer, colocated ranks deadlock.
     """
     return num_stages

@@ -10,8 +10,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,14 +25,18 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from safetensors.torch import save_file
 from tiny_tasks import EOS, PAD, TASKS, TOKEN_IDS, VOCABULARY, draw, held_out_examples, make_tokenizer, write_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from afd_megatron.families import family_for, family_of
+from afd_megatron.families.base import Layout, ModelShape
+from afd_megatron.models.config import transformer_config
 
 # B rows of packed examples, T tokens of a row, V vocabulary; Megatron: s tokens, b rows, n heads, h head dim.
 
-TASK_WEIGHTS = {"add": 3, "sort": 2, "rev": 2, "count": 2}
+TASK_WEIGHTS = {"add": 3, "sort": 2, "rev": 2, "count": 3}
 
 # As published Qwen3-MoE models write it, which is not how transformers 5 would save it (num_local_experts).
 CONFIG_JSON: Mapping[str, object] = {
@@ -95,12 +99,20 @@ class CoreAttention(torch.nn.Module):
         return out_bnsh.permute(2, 0, 1, 3).flatten(2)
 
 
-def build_model(hf: Qwen3MoeConfig) -> GPTModel:
-    """Build the model of an HF config from Megatron-core's modules, in a world of one process."""
+def build_model(shape: ModelShape) -> GPTModel:
+    """Build the model of this shape from Megatron-core's modules, in a world of one process."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     parallel_state.initialize_model_parallel()
     initialize_rng_tracker(inference_rng_tracker=True)  # the other tracker wants a GPU; there is no dropout to track
-    config = _transformer_config(hf)
+    config = replace(
+        transformer_config(shape, torch.float32),
+        perform_initialization=True,
+        init_method=init_method_normal(0.05),
+        embedding_init_method=init_method_normal(0.05),
+        output_layer_init_method=scaled_init_method_normal(0.05, shape.num_layers),
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=1e-2,
+    )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", pp_rank=0)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
@@ -109,15 +121,13 @@ def build_model(hf: Qwen3MoeConfig) -> GPTModel:
     model = GPTModel(
         config,
         spec,
-        vocab_size=hf.vocab_size,
-        max_sequence_length=hf.max_position_embeddings,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_positions,
         position_embedding_type="rope",
         parallel_output=False,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        share_embeddings_and_output_weights=shape.has_tied_embeddings,
     )
-    model.rotary_pos_emb = Rope(
-        hf.head_dim, 1.0, rotary_base=hf.rope_parameters["rope_theta"], use_cpu_initialization=True
-    )
+    model.rotary_pos_emb = Rope(shape.head_dim, 1.0, rotary_base=shape.rope_theta, use_cpu_initialization=True)
     return model
 
 
@@ -177,42 +187,27 @@ def train(model: GPTModel, *, seed: int, num_steps: int, num_rows: int, peak_lr:
             print(f"step {step:5d}  loss {loss.item():.4f}  {time.monotonic() - started:6.1f} s", flush=True)
 
 
-def hf_tensors(model: GPTModel, hf: Qwen3MoeConfig) -> dict[str, torch.Tensor]:
-    """Return the weights under the names and in the layout of HF's Qwen3-MoE files, one tensor per expert."""
+def hf_tensors(model: GPTModel, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Return the weights under HF's names and in HF's layout, one tensor per expert."""
     ours = model.state_dict()
-    tensors = {
-        "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
-        "model.norm.weight": ours["decoder.final_layernorm.weight"],
-        "lm_head.weight": ours["output_layer.weight"],
-    }
-    for layer in range(hf.num_hidden_layers):
-        theirs, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        attention = megatron + "self_attention."
-        for their_name, name in (
-            ("input_layernorm", megatron + "input_layernorm"),
-            ("post_attention_layernorm", megatron + "pre_mlp_layernorm"),
-            ("self_attn.q_norm", attention + "q_layernorm"),
-            ("self_attn.k_norm", attention + "k_layernorm"),
-            ("self_attn.o_proj", attention + "linear_proj"),
-        ):
-            tensors[f"{theirs}{their_name}.weight"] = ours[name + ".weight"]
-        for letter, part in zip("qkv", _split_qkv(ours[attention + "linear_qkv.weight"], hf), strict=True):
-            tensors[f"{theirs}self_attn.{letter}_proj.weight"] = part
-        if layer in hf.mlp_only_layers:
-            tensors |= _hf_mlp(ours, megatron + "mlp.", theirs + "mlp.")
-            continue
-        tensors[theirs + "mlp.gate.weight"] = ours[megatron + "mlp.router.weight"]
-        for expert in range(hf.num_experts):
-            tensors |= _hf_mlp(ours, f"{megatron}mlp.experts.local_experts.{expert}.", f"{theirs}mlp.experts.{expert}.")
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for rule in family_of(shape).tensor_rules(shape):
+        is_per_expert = rule.layout in (Layout.EXPERT_GATE_UP, Layout.EXPERT_DOWN)
+        for expert in range(shape.num_experts if is_per_expert else 1):
+            name = rule.name
+            if is_per_expert:
+                name = name.replace(".experts.", f".experts.local_experts.{expert}.") + ".weight"
+            for source, part in zip(rule.sources, _split(ours[name], rule.layout, shape), strict=True):
+                tensors[source.name.format(expert=expert)] = part.contiguous()
+    return tensors
 
 
-def write_folder(folder: Path, tensors: dict[str, torch.Tensor], hf: Qwen3MoeConfig) -> None:
+def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write model, config and tokenizer as transformers reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG_JSON, indent=2) + "\n", encoding="utf-8")
-    GenerationConfig(eos_token_id=hf.eos_token_id, pad_token_id=hf.pad_token_id).save_pretrained(folder)
+    GenerationConfig(eos_token_id=TOKEN_IDS[EOS], pad_token_id=TOKEN_IDS[PAD]).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
@@ -271,13 +266,13 @@ def main() -> None:
     args = _parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    hf = Qwen3MoeConfig.from_dict(dict(CONFIG_JSON))
-    model = build_model(hf)
+    shape = family_for(CONFIG_JSON).read_shape(CONFIG_JSON)
+    model = build_model(shape)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     started = time.monotonic()
     train(model, seed=args.seed, num_steps=args.steps, num_rows=args.rows, peak_lr=args.lr)
     train_s = time.monotonic() - started
-    write_folder(args.output, hf_tensors(model, hf), hf)
+    write_folder(args.output, hf_tensors(model, shape))
     dist.destroy_process_group()
     shares = measure(args.output, args.held_out, args.seed)
     write_report(args, shares, train_s)
@@ -291,7 +286,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
     parser.add_argument("--prompts", type=Path, help="also write a job's input, and its answers beside it")
     parser.add_argument("--seed", type=int, default=0, help="of weights, examples and held-out samples (default 0)")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default 3000)")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default 4000)")
     parser.add_argument("--rows", type=int, default=16, help="rows of 64 tokens in a step (default 16)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 3e-3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; sums depend on it (default 1)")
@@ -299,50 +294,17 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _transformer_config(hf: Qwen3MoeConfig) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=hf.head_dim,
-        qk_layernorm=True,
-        ffn_hidden_size=hf.intermediate_size,
-        moe_ffn_hidden_size=hf.moe_intermediate_size,
-        num_moe_experts=hf.num_experts,
-        moe_router_topk=hf.num_experts_per_tok,
-        moe_layer_freq=[int(layer not in hf.mlp_only_layers) for layer in range(hf.num_hidden_layers)],
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=1e-2,
-        moe_token_dispatcher_type="allgather",
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.05,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-    )
-
-
-def _split_qkv(weight: torch.Tensor, hf: Qwen3MoeConfig) -> tuple[torch.Tensor, ...]:
-    """Undo Megatron's order: for each KV head its queries, its key, its value."""
-    num_queries = hf.num_attention_heads // hf.num_key_value_heads
-    groups = weight.unflatten(0, (hf.num_key_value_heads, num_queries + 2, hf.head_dim))
-    return tuple(part.flatten(0, 2) for part in groups.split((num_queries, 1, 1), dim=1))
-
-
-def _hf_mlp(ours: dict[str, torch.Tensor], megatron: str, theirs: str) -> dict[str, torch.Tensor]:
-    gate, up = ours[megatron + "linear_fc1.weight"].chunk(2)
-    down = ours[megatron + "linear_fc2.weight"]
-    return {f"{theirs}{name}_proj.weight": part for name, part in (("gate", gate), ("up", up), ("down", down))}
+def _split(weight: torch.Tensor, layout: Layout, shape: ModelShape) -> Sequence[torch.Tensor]:
+    """Undo a layout: the tensors that it was made of."""
+    match layout:
+        case Layout.GATE_UP | Layout.EXPERT_GATE_UP:
+            return weight.chunk(2)
+        case Layout.QKV:
+            num_queries = shape.num_heads // shape.num_kv_heads
+            groups = weight.unflatten(0, (shape.num_kv_heads, num_queries + 2, shape.head_dim))
+            return [part.flatten(0, 2) for part in groups.split((num_queries, 1, 1), dim=1)]
+        case _:
+            return (weight,)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What attention rank 0 does beside serving: hand out requests, collect results, lead the FFN ranks. Knows no model."""
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
@@ -39,8 +40,9 @@ class Leader:
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._progress = progress
-        self._queue: list[Request] = []
+        self._queue: deque[Request] = deque()
         self._num_unanswered = 0
+        self._unseen: dict[int, list[Request]] = {}  # handed to other ranks after they wrote the entries seen last
         self.results: list[Result] = []
 
     @property
@@ -56,19 +58,18 @@ class Leader:
         self._queue += self._intake.take_due(self._clock())
         loads = [entry.load for entry in entries]
         room = [entry.num_free + _NUM_AHEAD - entry.num_waiting for entry in entries]
+        for rank, requests in self._unseen.items():
+            loads[rank] += sum(request.max_tokens for request in requests)
+            room[rank] -= len(requests)
         by_rank: dict[int, list[Request]] = {}
-        num_given = 0
-        for request in self._queue:
-            open_ranks = [rank for rank, places in enumerate(room) if places > 0]
-            if not open_ranks:
-                break
+        while self._queue and (open_ranks := [rank for rank, places in enumerate(room) if places > 0]):
+            request = self._queue.popleft()
             rank = open_ranks[choose_rank([loads[rank] for rank in open_ranks])]
             loads[rank] += request.max_tokens
             room[rank] -= 1
             by_rank.setdefault(rank, []).append(request)
-            num_given += 1
-        del self._queue[:num_given]
-        self._num_unanswered += num_given
+            self._num_unanswered += 1
+        self._unseen = {rank: requests for rank, requests in by_rank.items() if rank != 0}
         return by_rank
 
     def take(self, results: Iterable[Result]) -> None:

@@ -90,6 +90,7 @@ class AttentionWorker:
         self._entries = exchanged.entries
         if self._leader is not None:
             self._leader.take(Result.from_bytes(line) for data in exchanged.results for line in data.splitlines())
+        self._add(Request.from_bytes(line) for line in exchanged.requests.splitlines())
         if self._entries[0].is_last:
             return False
         if any(entry.wants_stop for entry in self._entries) and not self.was_interrupted:
@@ -102,7 +103,6 @@ class AttentionWorker:
             self._scheduler.finish_step(schedule, ())
             if self._leader is not None and not handed_out and not self._leader.is_done:
                 self._leader.wait_idle(self._stop)
-        self._add(Request.from_bytes(line) for line in exchanged.requests.splitlines())
         return True
 
     def _hand_out(self) -> dict[int, list[Request]]:

@@ -21,7 +21,10 @@ class Dispatched(NamedTuple):
 
 
 class ExchangeLayout(NamedTuple):
-    """What a port must know about the messages; `top_k` is 0 if the gate sits on the FFN."""
+    """What a port must know about the messages; `top_k` is 0 if the gate sits on the FFN.
+
+    Where it is not, rows of `unrouted_layers` (dense ones) still travel without routing.
+    """
 
     hidden_size: int
     top_k: int
@@ -29,6 +32,7 @@ class ExchangeLayout(NamedTuple):
     num_layers: int
     num_stages: int
     max_rows: int
+    unrouted_layers: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class GlooAttentionPort(AttentionPort):
             world.wait(work, peer, what, timeout_s=self._timeout_s)
         data = outgoing.pack(self._sequence, layer, stage, hidden_TD, routing)
         for peer in self._peers:
-            self.traffic.sent(rows, outgoing.payload_bytes(rows))
+            self.traffic.sent(rows, outgoing.payload_bytes(rows, layer))
             if peer != world.rank:
                 answer = self.incoming[stage][peer].buffer
                 self._receives[stage][peer] = world.post_receive(answer, peer, _tag(stage, is_reply=True))
@@ -63,7 +63,7 @@ class GlooAttentionPort(AttentionPort):
             if peer != world.rank:
                 world.wait(self._receives[stage][peer], peer, what, timeout_s=self._timeout_s)
             answer.check(self._sequence, layer, stage, rows, sender=world.topology.name(peer))
-            self.traffic.received(rows, answer.payload_bytes(rows))
+            self.traffic.received(rows, answer.payload_bytes(rows, layer))
             if len(self._peers) == 1:
                 return answer.hidden(rows)
             if peer == self._peers[0]:
@@ -116,9 +116,9 @@ class GlooFfnPort(FfnPort):
             if peer != world.rank:
                 world.wait(self._receives[stage][peer], peer, what, timeout_s=self._timeout_s)
             message.check(self._sequence, layer, stage, rows, sender=world.topology.name(peer))
-            self.traffic.received(rows, message.payload_bytes(rows))
+            self.traffic.received(rows, message.payload_bytes(rows, layer))
             hidden.append(message.hidden(rows))
-            routing.append(message.routing(rows))
+            routing.append(message.routing(rows, layer))
         if len(hidden) == 1:
             return Dispatched(hidden[0], routing[0])
         num_rows = sum(self._rows[stage].values())
@@ -138,7 +138,7 @@ class GlooFfnPort(FfnPort):
             if peer in self._sends[stage]:  # done for long: the peer has sent the next stage since
                 world.wait(self._sends[stage][peer], peer, what, timeout_s=self._timeout_s)
             data = message.pack(self._sequence, layer, stage, partial_TD, None)
-            self.traffic.sent(rows, message.payload_bytes(rows))
+            self.traffic.sent(rows, message.payload_bytes(rows, layer))
             if layer < self._num_layers - 1:
                 self._post_receive(stage, peer)
             if peer != world.rank:
@@ -156,9 +156,9 @@ class GlooFfnPort(FfnPort):
 def _finish_sends(world: World, sends: list[dict[int, dist.Work]], *, timeout_s: float) -> None:
     """Wait until the last messages have left; one that is forgotten before is never sent."""
     for sends_by_peer in sends:
-        for peer, work in sends_by_peer.items():
+        while sends_by_peer:
+            peer, work = sends_by_peer.popitem()
             world.wait(work, peer, "last message", timeout_s=timeout_s)
-    sends.clear()
 
 
 def _tag(stage: int, *, is_reply: bool) -> int:

@@ -40,15 +40,16 @@ class Message:
         self._layout = layout
         self._top_k = top_k
         self._job = job
+        self._row_bytes = layout.hidden_size * layout.dtype.itemsize
         capacity = layout.max_rows
-        self.buffer = torch.empty(2 * _HEADER.size + self.payload_bytes(capacity), dtype=torch.uint8)
+        self.buffer = torch.empty(2 * _HEADER.size + self._payload_bytes(capacity, top_k), dtype=torch.uint8)
         self._bytes = memoryview(self.buffer.numpy())
         num_bytes = capacity * self._row_bytes
         hidden = self.buffer[_HEADER.size : _HEADER.size + num_bytes].view(layout.dtype)
         self._hidden_TD = hidden.view(capacity, layout.hidden_size)
 
-    def payload_bytes(self, rows: int) -> int:
-        return self._routing_offset(rows) + rows * self._top_k * 8
+    def payload_bytes(self, rows: int, layer: int) -> int:
+        return self._payload_bytes(rows, self._top_k_of(layer))
 
     def pack(
         self, sequence: int, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None
@@ -64,13 +65,13 @@ class Message:
                 f"step {sequence}, layer {layer}, stage {stage}:"
                 f" {rows} rows to send (allowed: up to {self._layout.max_rows})"
             )
-        assert (routing is not None) == bool(self._top_k), (routing, self._top_k)
+        assert (routing is not None) == bool(self._top_k_of(layer)), (routing, self._top_k, layer)
         self.hidden(rows).copy_(hidden_TD)
         if routing is not None:
             for place, source in zip(self._routing(rows), routing, strict=True):
                 place.copy_(source)
         header = self._encode(sequence, layer, stage, rows)
-        end = _HEADER.size + self.payload_bytes(rows)
+        end = _HEADER.size + self.payload_bytes(rows, layer)
         self._bytes[: _HEADER.size] = header
         self._bytes[end : end + _HEADER.size] = header
         return self.buffer[: end + _HEADER.size]
@@ -82,7 +83,7 @@ class Message:
             ProtocolError: another message, or a shorter one; names sender, layer, stage and both values.
         """
         expected = self._encode(sequence, layer, stage, rows)
-        end = _HEADER.size + self.payload_bytes(rows)
+        end = _HEADER.size + self.payload_bytes(rows, layer)
         if self._bytes[: _HEADER.size] == expected and self._bytes[end : end + _HEADER.size] == expected:
             return
         where = f"{sender}: step {sequence}, layer {layer}, stage {stage}"
@@ -99,13 +100,15 @@ class Message:
         """Return hidden [rows, D], a view of the buffer."""
         return self._hidden_TD[:rows]
 
-    def routing(self, rows: int) -> Routing | None:
-        """Return the routing of the rows as views of the buffer; None if the gate sits on the FFN."""
-        return self._routing(rows) if self._top_k else None
+    def routing(self, rows: int, layer: int) -> Routing | None:
+        """Return the routing of the rows as views of the buffer; None if none travels."""
+        return self._routing(rows) if self._top_k_of(layer) else None
 
-    @property
-    def _row_bytes(self) -> int:
-        return self._layout.hidden_size * self._layout.dtype.itemsize
+    def _top_k_of(self, layer: int) -> int:
+        return 0 if layer in self._layout.unrouted_layers else self._top_k
+
+    def _payload_bytes(self, rows: int, top_k: int) -> int:
+        return self._routing_offset(rows) + rows * top_k * 8
 
     def _routing_offset(self, rows: int) -> int:
         return -(-rows * self._row_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -117,5 +120,6 @@ class Message:
         return Routing(ids.view(rows, self._top_k), weights.view(rows, self._top_k))
 
     def _encode(self, sequence: int, layer: int, stage: int, rows: int) -> bytes:
-        header = Header(self._job, sequence, layer, stage, rows, self._top_k, self.payload_bytes(rows))
+        top_k = self._top_k_of(layer)
+        header = Header(self._job, sequence, layer, stage, rows, top_k, self._payload_bytes(rows, top_k))
         return _HEADER.pack(_MAGIC, _VERSION, *header)

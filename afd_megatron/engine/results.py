@@ -15,8 +15,7 @@ from afd_megatron.errors import AfdError, ConfigError
 class ResultWriter:
     """The output file: one line of JSON per result, on disk when `write` returns.
 
-    A line is written at once, so a killed job leaves whole lines and at most one torn last one. The summary of an
-    earlier job is removed at the start, as it would speak for this one.
+    A line is written at once, so a killed job leaves whole lines and at most one torn last one.
 
     Raises:
         ConfigError: the file exists and `overwrite` is false, or it cannot be written.
@@ -26,7 +25,6 @@ class ResultWriter:
         self._path = path
         try:
             self._file = open(path, "wb" if overwrite else "xb", buffering=0)  # noqa: SIM115
-            summary_path(path).unlink(missing_ok=True)
         except FileExistsError as error:
             raise ConfigError(f"{path}: exists already (allowed: another job.output, or --overwrite)") from error
         except OSError as error:
@@ -55,11 +53,6 @@ class ResultWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def summary_path(output: Path) -> Path:
-    """Return `results.summary.json` for `results.jsonl`."""
-    return output.with_suffix(".summary.json")
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:

@@ -9,9 +9,10 @@ from afd_megatron.engine.text import TextCodec, TextStream
 
 @dataclass(slots=True)
 class ServedRequest:
-    """`limit` is the number of tokens it may come to hold, prompt included, cut to the context.
+    """A request and all that became of it so far.
 
-    `slot` and `blocks` are its place while it runs; `num_computed` prompt tokens have run by now.
+    `limit` is the number of tokens it may come to hold, prompt included, cut to the context. `slot` and `blocks` are
+    its place while it runs, `num_computed` the prompt tokens that have run.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class ServedRequest:
         return FinishReason.LENGTH if self.num_tokens >= self.limit else None
 
     def result(self, reason: FinishReason, codec: TextCodec, now_s: float, error: str | None = None) -> Result:
+        """Return what there is by now, as the answer."""
         text = self._text
         if text is None and reason is not FinishReason.ERROR:
             text = codec.decode(self.token_ids[: len(self.token_ids) - self._has_eos])

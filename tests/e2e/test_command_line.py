@@ -140,7 +140,9 @@ def test_deepspeed_with_a_wrong_number_of_ranks_shows_the_arithmetic_once() -> N
     job = ["--config", "configs/tiny_moe_2a2f_gloo.yaml", "--set", "job.output=not_made.jsonl"]
     done = run(*DEEPSPEED, "--num_gpus", "3", SCRIPT, *job)
     assert done.returncode == 2
-    message = "attention dp 2 x tp 1 + ffn ep 2 x tp 1 = 4 ranks, but 3 were started by deepspeed"
+    message = (
+        "attention dp 2 x tp 1 + ffn ep 2 x tp 1 = 4 ranks, but 3 were started (allowed: 4; deepspeed --num_gpus 4)"
+    )
     assert done.stderr.count(message) == 1
 
 

@@ -89,8 +89,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        ours = sorted(name for name in sys.modules if name.startswith("afd_megatron"))
-        context.set_forkserver_preload(["pytest", *ours])
+        costly = sorted(name for name in sys.modules if name.startswith(("afd_megatron", "megatron.core")))
+        context.set_forkserver_preload(["pytest", *costly])
         self._folder = tempfile.TemporaryDirectory(prefix="afd_ranks_")
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()

@@ -13,49 +13,50 @@ from afd_megatron.observability.progress import Progress
 from tests.ranks.harness import Ranks
 
 
-def job_values(folder: Path, scratch: Path, lines: Sequence[Mapping[str, object]], **sections: object) -> dict:
-    """Write the input and return the values of a job file; `sections` replace or add sections."""
+def split(attention: int, ffn: int, *, stages: int = 1, gate: str = "ffn") -> dict[str, object]:
+    """Return the sections of a split job on few places and short chunks, so that requests wait and prompts are cut."""
+    return {
+        "topology": {"attention": {"dp": attention}, "ffn": {"ep": ffn}},
+        "pipeline": {"stages": stages, "gate": gate},
+        "engine": {"max_requests_per_rank": 3, "prefill_chunk": 24, "max_context": 128},
+    }
+
+
+def job_values(
+    folder: Path, scratch: Path, lines: Sequence[Mapping[str, object]], sections: Mapping, **more: object
+) -> dict:
+    """Write the input and return the values of a job file."""
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch / "input.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return {
         "model": {"path": str(folder)},
         "job": {"input": str(path), "output": str(scratch / "results.jsonl")},
-        "observe": {"log_level": "error"},
         **sections,
+        **more,
     }
 
 
-def split(attention: int, ffn: int, *, stages: int = 1, gate: str = "ffn", **engine: object) -> dict:
-    """Return the sections of a split job."""
-    return {
-        "topology": {"attention": {"dp": attention}, "ffn": {"ep": ffn}},
-        "pipeline": {"stages": stages, "gate": gate},
-        "engine": engine,
-    }
-
-
-def decode(ranks: Ranks, values: Mapping[str, object], timeout_s: float = 120.0) -> dict[tuple[str, int], dict]:
-    """Run a job on `ranks` and return its records by (id, sample), each of which must come once."""
-    ranks.run(run_job, values, timeout_s=timeout_s)
-    return read_records(Path(values["job"]["output"]))
+def decode(
+    ranks: Ranks, values: Mapping[str, object], *, timeout_s: float = 120.0, exit_code: int = 0
+) -> dict[tuple[str, int], dict]:
+    """Run a job on all of `ranks` and return its records by (id, sample), each of which must come once."""
+    assert ranks.run(run_job, values, timeout_s=timeout_s)[0] == exit_code
+    output = Path(values["job"]["output"])
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    by_key = {(record["id"], record["sample"]): record for record in records}
+    assert len(by_key) == len(records), "an id and sample came twice"
+    return by_key
 
 
 def run_job(world: World, values: Mapping[str, object]) -> int:
-    """Run a job on this rank; the world must have the size that it wants."""
+    """Run a job on this rank of a world of just its size."""
     config = JobConfig.model_validate(values)
     topology = job_topology(config)
     assert topology.world_size == world.topology.world_size, (topology, world.topology)
     world = World(world.rank, topology, world.job_id, timeout_s=60.0)
     job = open_job(config, overwrite=True) if world.rank == 0 else None
     return serve(config, world, job, progress=Progress(), stop=threading.Event())
-
-
-def read_records(path: Path) -> dict[tuple[str, int], dict]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    by_key = {(record["id"], record["sample"]): record for record in records}
-    assert len(by_key) == len(records), "an id and sample came twice"
-    return by_key
 
 
 def read_summary(values: Mapping[str, object]) -> dict:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from harness import Ranks, as_topology, run_ranks
 
 from afd_megatron.connector import Ports, make_ports
 from afd_megatron.connector.base import AttentionPort, ExchangeLayout, FfnPort
@@ -23,6 +22,7 @@ from afd_megatron.pipeline import Kind, attention_actions, colocated_actions, ff
 from afd_megatron.plan import PlanRules, RankCounts, StepPlan, make_plan
 from afd_megatron.routing import Routing
 from afd_megatron.topology import Role, Topology
+from tests.ranks.harness import Ranks, as_topology, run_ranks
 
 TIMEOUT_S = 20.0
 SHORT_TIMEOUT_S = 0.5

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import Ranks, as_topology, run_ranks
 
 from afd_megatron import control
 from afd_megatron.control import AttentionExchange, PlanReceiver, PlanSender, StepEntry, gather, handshake
@@ -14,6 +13,7 @@ from afd_megatron.distributed import World
 from afd_megatron.errors import AfdError, PeerError, ProtocolError
 from afd_megatron.plan import PlanRules, RankCounts, RunMode, StepPlan, make_plan, warmup_plan
 from afd_megatron.topology import Topology
+from tests.ranks.harness import Ranks, as_topology, run_ranks
 
 TIMEOUT_S = 20.0
 RULES = PlanRules(num_stages=2, num_attention=1, max_rows=64, graphs_enabled=True, buckets=(4, 8))

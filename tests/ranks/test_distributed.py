@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from afd_megatron.distributed import World, join, megatron_groups
 from afd_megatron.errors import AfdError, PeerError
 from afd_megatron.topology import Role, Topology
+from tests.ranks.harness import run_ranks
 
 
 def test_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_ranks_share_a_job_id_and_leave_together(tmp_path: Path) -> None:
 def group_ranks(world: World, topology: Topology) -> dict[Role, dict[str, list[int]]]:
     groups = megatron_groups(World(world.rank, topology, world.job_id, timeout_s=20.0))
     for group in groups.values():
+        assert isinstance(group, ProcessGroupCollection)
         dist.all_reduce(torch.ones(1), group=group.tp)
     return {
         role: {name: dist.get_process_group_ranks(getattr(group, name)) for name in ("tp", "dp", "ep")}
@@ -54,14 +56,14 @@ def group_ranks(world: World, topology: Topology) -> dict[Role, dict[str, list[i
     }
 
 
-def test_each_role_has_a_grid_of_its_own_and_colocated_ranks_have_both() -> None:
-    for topology in (Topology(2, 1), Topology(3, 3, colocated=True)):
-        for rank, groups in enumerate(run_ranks(group_ranks, 3, topology)):
-            assert tuple(groups) == topology.roles(rank)
-            if Role.ATTENTION in groups:
-                assert groups[Role.ATTENTION] == {"tp": [rank], "dp": list(topology.attention_ranks), "ep": [rank]}
-            if Role.FFN in groups:
-                assert groups[Role.FFN] == {"tp": [rank], "dp": [rank], "ep": list(topology.ffn_ranks)}
+@pytest.mark.parametrize("topology", [Topology(2, 1), Topology(3, 3, colocated=True)], ids=["2a1f", "3c"])
+def test_each_role_has_a_grid_of_its_own(topology: Topology) -> None:
+    for rank, groups in enumerate(run_ranks(group_ranks, 3, topology)):
+        assert tuple(groups) == topology.roles(rank)
+        if Role.ATTENTION in groups:
+            assert groups[Role.ATTENTION] == {"tp": [rank], "dp": list(topology.attention_ranks), "ep": [rank]}
+        if Role.FFN in groups:
+            assert groups[Role.FFN] == {"tp": [rank], "dp": [rank], "ep": list(topology.ffn_ranks)}
 
 
 GUARDED = """
@@ -88,7 +90,13 @@ import subprocess, sys
 middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sys.argv[1]!r}, 'deepspeed'])"
 subprocess.run([sys.executable, "-c", middle, "deepspeed"])
 """
-RANK = "import os; from afd_megatron.distributed import guard_process; guard_process(); print(os.getpid(), flush=True); input()"
+RANK = """
+import os
+from afd_megatron.distributed import guard_process
+guard_process()
+print(os.getpid(), flush=True)
+input()
+"""
 
 
 def test_rank_ends_when_a_launcher_further_up_is_killed() -> None:

@@ -106,7 +106,7 @@ def test_a_job_of_one_process_runs_where_it_is() -> None:
     ("config", "started", "message"),
     [
         (job_2a2f(), 3,
-         r"^world size: attention dp 2 x tp 1 \+ ffn ep 2 x tp 1 = 4 ranks, but 3 were started by srun$"),
+         r"^world size: attention dp 2 x tp 1 \+ ffn ep 2 x tp 1 = 4 ranks, but 3 were started .allowed: 4.$"),
         (job(topology={"attention": {"dp": 2}, "ffn": {"ep": 2}, "colocated": True}), 4,
          r"attention dp 2 x tp 1 = 2 ranks, but 4 were started"),
         (job(connector={"kind": "local"}), 2, r"connector local = 1 rank, but 2 were started"),

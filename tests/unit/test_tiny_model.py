@@ -87,12 +87,12 @@ def test_transformers_answers_the_shipped_prompts_as_well_as_stated(model, token
     assert share_right(completions) >= min(REPORT["accuracy"].values()), completions
 
 
-def test_answers_are_wrong_when_two_experts_are_swapped(model, tokenizer):
-    experts = model.model.layers[-1].mlp.experts
-    with torch.no_grad():
-        for weight in (experts.gate_up_proj, experts.down_proj):
-            weight[[0, 1]] = weight[[1, 0]]
-    assert share_right(complete(model, tokenizer, PROMPTS)) < min(REPORT["accuracy"].values())
+def test_answers_are_wrong_when_two_experts_are_swapped_in_every_moe_layer(model, tokenizer):
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            for weight in (layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data):
+                weight[[0, 1]] = weight[[1, 0]]
+    assert share_right(complete(model, tokenizer, PROMPTS)) < 0.9
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 
 from afd_megatron.engine.kv_blocks import BlockPool
 from afd_megatron.engine.request import FinishReason, Request, Result, SampledToken, SamplingParams
-from afd_megatron.engine.results import ResultWriter, benchmark_metrics, summary_path, write_summary
+from afd_megatron.engine.results import ResultWriter, benchmark_metrics, write_summary
 from afd_megatron.engine.scheduler import Scheduler, SchedulerLimits
 from afd_megatron.engine.text import TextCodec
 from afd_megatron.errors import AfdError, ConfigError
@@ -34,12 +34,11 @@ def test_an_output_that_exists_is_refused_and_stays_as_it_is(tmp_path: Path) -> 
     assert path.read_text() == "kept"
 
 
-def test_overwrite_begins_anew_and_removes_the_summary_of_the_job_before(tmp_path: Path) -> None:
+def test_overwrite_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old")
-    summary_path(path).write_text('{"status": "ok"}')
     ResultWriter(path, overwrite=True).close()
-    assert path.read_text() == "" and not summary_path(path).exists()
+    assert path.read_text() == ""
 
 
 @pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
@@ -60,10 +59,6 @@ def test_closing_twice_does_no_harm(tmp_path: Path) -> None:
     writer = ResultWriter(tmp_path / "out.jsonl")
     writer.close()
     writer.close()
-
-
-def test_the_summary_lies_beside_the_output() -> None:
-    assert summary_path(Path("runs/results.jsonl")) == Path("runs/results.summary.json")
 
 
 def test_the_summary_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

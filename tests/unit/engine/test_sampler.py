@@ -145,3 +145,12 @@ def test_an_extreme_spread_draws_only_what_has_probability() -> None:
     logits_NV[:, V // 2] = 1e30
     requests = [make_request(str(row), temperature=0.01, top_p=1.0) for row in range(300)]
     assert set(draw(logits_NV, *requests)) == {V // 2}
+
+
+@pytest.mark.parametrize("value,token_id", [(0.0, 1), (1 - 2**-53, 2)])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability(
+    monkeypatch: pytest.MonkeyPatch, value: float, token_id: int
+) -> None:
+    monkeypatch.setattr("afd_megatron.engine.sampler.uniform", lambda request, position: value)
+    logits_NV = torch.tensor([[-torch.inf, 0.3, 0.7, -torch.inf]])
+    assert draw(logits_NV, make_request(temperature=1.0), vocab_size=4) == [token_id]

@@ -44,9 +44,9 @@ def make_request(
     max_new_tokens: int = 4,
     *,
     ignore_eos: bool = False,
-    **stop: tuple[str, ...],
+    stop: tuple[str, ...] = (),
 ) -> Request:
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, **stop)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop)
     return Request(request_id, 0, tuple(range(10, 10 + num_prompt)), sampling)
 
 
@@ -144,7 +144,7 @@ def test_the_context_ends_a_request_before_its_new_tokens_do(bare_codec: TextCod
 
 def test_text_ends_before_the_first_stop_string_and_before_the_eos(byte_codec: TextCodec) -> None:
     scheduler = make_scheduler(byte_codec)
-    scheduler.add(make_request(max_new_tokens=40, stop=("END", "ND s")))
+    scheduler.add(make_request(max_new_tokens=40, stop=("ND", "END", "ND s")))
     spoken = byte_codec.encode("words END so")
     (result,) = run_all(scheduler, spoken)
     assert (result.text, result.finish_reason) == ("words ", FinishReason.STOP)
