@@ -17,7 +17,7 @@ $(VENV)/installed: setup.py
 
 demo: $(VENV)/installed
 	deepspeed launch/afd_decode.py --config configs/tiny_moe_2a2f_gloo.yaml --overwrite
-	python tools/show_results.py results.jsonl --input configs/prompts.jsonl --answers configs/prompts.answers.json
+	python tools/show_results.py results.jsonl --input configs/prompts.jsonl --answers configs/prompts.answers.json --min-share 0.9
 
 checks: $(VENV)/installed
 	ruff format --check .

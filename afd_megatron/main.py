@@ -116,14 +116,17 @@ def serve(
             step_timeout_s=control.step_timeout_s,
             heartbeat_timeout_s=control.heartbeat_timeout_s,
         )
+        world.barrier()  # all have loaded: from here on a peer that is late is lost
         FfnWorker(receiver, ffn, progress=progress).run()
         leader = None
     else:
         leader = None if job is None else parts.leader(job)
         worker = parts.attention_worker(ffn, leader, stop)
         with leader or nullcontext():
+            world.barrier()
             worker.warm_up(config.engine.max_requests_per_rank)
             worker.run()
+    parts.close()
     reports = gather(world, json.dumps(parts.reports()).encode(), timeout_s=config.control.step_timeout_s)
     if leader is None:
         return ExitCode.OK
@@ -219,6 +222,12 @@ class _Parts:
             progress=self._progress,
             stop=stop,
         )
+
+    def close(self) -> None:
+        """Let the last messages leave."""
+        for port in self._ports:
+            if port is not None:
+                port.close()
 
     def reports(self) -> list[dict[str, object]]:
         """Return an entry for the summary per role of this rank."""

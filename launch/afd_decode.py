@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from afd_megatron.config import dump_config
@@ -45,6 +46,7 @@ def main() -> int:
     except AfdError as error:
         return refuse(error, rank)
     os.environ.update(thread_variables(config, rank, os.environ))
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # of optional packages that a decode does not use
     from afd_megatron.main import run  # not before: the lines above must be quick, and torch reads the variables
 
     return run(config, launched, overwrite=args.overwrite)

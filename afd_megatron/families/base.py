@@ -89,11 +89,11 @@ class TensorRule:
 class Family:
     """One architecture. `read_shape` refuses what it does not support with a `ConfigError` of a line per field.
 
-    A tensor of a checkpoint that no rule names is unexpected, unless its name contains one of `ignored`.
+    A tensor of a checkpoint that no rule names is unexpected, unless its name contains one of `ignored(shape)`.
     """
 
     name: str
     architecture: str
     read_shape: Callable[[Mapping[str, object]], ModelShape]
     tensor_rules: Callable[[ModelShape], tuple[TensorRule, ...]]
-    ignored: tuple[str, ...] = ()
+    ignored: Callable[[ModelShape], tuple[str, ...]]

@@ -90,6 +90,11 @@ def _tensor_rules(shape: ModelShape) -> tuple[TensorRule, ...]:
     return tuple(rules)
 
 
+def _ignored(shape: ModelShape) -> tuple[str, ...]:
+    """Return what old files hold beside weights, and the copy that a tied head may be saved as."""
+    return ("rotary_emb.inv_freq", *(("lm_head.weight",) if shape.has_tied_embeddings else ()))
+
+
 def _attention_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
     hidden, head_dim = shape.hidden_size, shape.head_dim
     q_size, kv_size = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
@@ -136,5 +141,5 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     read_shape=_read_shape,
     tensor_rules=_tensor_rules,
-    ignored=("rotary_emb.inv_freq",),
+    ignored=_ignored,
 )

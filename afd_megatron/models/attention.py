@@ -62,7 +62,7 @@ def prepare_stage(stage: StageBatch, *, inv_freq_H: torch.Tensor, block_size: in
 
 
 class PagedSelfAttention(SelfAttention):
-    """Megatron's self-attention whose keys and values live in a `KvCache`; rows are flat, each with its own position."""
+    """Megatron's self-attention with keys and values in a `KvCache`; rows are flat, each with its own position."""
 
     def forward(self, normed_TD: torch.Tensor, inputs: StageInputs, cache: KvCache) -> torch.Tensor:
         """Write K and V of all rows, then let each row attend to its context; return [T, D]."""

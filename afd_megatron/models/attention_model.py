@@ -16,7 +16,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from afd_megatron.engine.batch import StageBatch
@@ -29,7 +28,7 @@ from afd_megatron.routing import Routing
 
 
 class AttentionModel(GPTModel):
-    """A GPTModel without MLPs, run in half layers. Parameters are allocated, not initialised; `load_attention` fills them.
+    """A GPTModel without MLPs, run in half layers. Parameters are allocated, `load_attention` fills them.
 
     Per stage and step: `prepare_stage` and `embed`; per layer `attend`, `route`, and `finish` with what the FFN ranks
     returned; `logits` of the rows to sample.

@@ -1,4 +1,4 @@
-"""The FFN's part of a model: experts, dense MLPs, and the router if the gate sits here. Knows no requests, no transport.
+"""The FFN's part of a model: experts, dense MLPs, and the router if the gate sits here. Knows no transport.
 
 R rows of one stage from all attention ranks, D hidden, I width of an expert, E experts of this rank.
 """
@@ -21,7 +21,7 @@ from afd_megatron.topology import contiguous_slice
 
 
 class FfnModel(torch.nn.Module):
-    """One FFN rank's experts and its slices of dense MLPs. Parameters are allocated, not initialised.
+    """One FFN rank's experts and its slices of dense MLPs. Parameters are allocated, `load_ffn` fills them.
 
     The rank holds a contiguous slice of every layer, which is empty where there are more ranks than experts; the sum
     over the ranks is the layer's output.

@@ -12,7 +12,7 @@ import torch
 
 from afd_megatron.errors import CheckpointError
 from afd_megatron.families import family_of
-from afd_megatron.families.base import Family, Layout, ModelShape, TensorRule
+from afd_megatron.families.base import Layout, ModelShape, TensorRule
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightSource
@@ -65,7 +65,8 @@ def check_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]], shape: M
         is_packed = rule.packed is not None and rule.packed.name in shapes
         tensors = [rule.packed] if rule.packed is not None and is_packed else rule.tensors(shape.num_experts)
         wanted.update(tensors)
-    unexpected = [name for name in shapes if name not in wanted and not _is_ignored(name, family, shape)]
+    ignored = family.ignored(shape)
+    unexpected = [name for name in shapes if name not in wanted and not any(part in name for part in ignored)]
     faults = [f"{name}: missing" for name in wanted if name not in shapes]
     faults += [f"{name}: unexpected" for name in sorted(unexpected)]
     faults += [
@@ -108,11 +109,6 @@ def _load(
     )
 
 
-def _is_ignored(name: str, family: Family, shape: ModelShape) -> bool:
-    is_tied_head = shape.has_tied_embeddings and name == "lm_head.weight"
-    return is_tied_head or any(part in name for part in family.ignored)
-
-
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -139,7 +135,7 @@ def _fill_down(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, 
 
 
 def _fill_experts(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, expert by expert, or at once from a packed tensor."""
+    """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, one by one, or at once from a packed tensor."""
     if rule.packed is not None and rule.packed.name in source.shapes:
         parameter.copy_(source.read(rule.packed.name, (slice(cut.experts.start, cut.experts.stop),)))
         return

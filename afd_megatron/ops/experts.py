@@ -1,4 +1,4 @@
-"""The routed experts of one FFN rank on the rows it was sent: the fast way and its plain twin. Knows no module, no rank.
+"""The experts of one FFN rank on the rows it was sent: the fast way and its plain twin. Knows no module, no rank.
 
 R rows, D hidden, I width of an expert, E experts of this rank, K top-k, P (row, expert) pairs that hit this rank.
 """
@@ -22,7 +22,8 @@ def run_experts(
     """Return the weighted sum of this rank's experts per row, [R, D] in the dtype of `hidden_RD`, summed in float32.
 
     Pairs are sorted by expert. If the experts' loads are alike, each is padded to the largest and all run as one
-    batched product, which uses all threads; otherwise experts run one by one, and only those that were hit.
+    batched product, which uses all threads; otherwise experts run one by one, and only those that were hit. The loads
+    are read on the host.
 
     Args:
         gate_up_EDX: [E, D, 2 * I], gate columns before up columns.
@@ -38,9 +39,10 @@ def run_experts(
     if torch.get_num_threads() > 1 and num_experts * capacity <= _MAX_PADDING * len(row_P):
         start_E = count_E.cumsum(0) - count_E
         place_P = expert_P * capacity + torch.arange(len(row_P), device=row_P.device) - start_E[expert_P]
-        x_ECD = x_PD.new_zeros(num_experts * capacity, x_PD.shape[1]).index_copy_(0, place_P, x_PD)
-        y_ECD = _swiglu(x_ECD.view(num_experts, capacity, -1) @ gate_up_EDX) @ down_EID
-        y_PD = y_ECD.view(x_ECD.shape)[place_P]
+        x_ECD = x_PD.new_zeros(num_experts, capacity, x_PD.shape[1])
+        x_ECD.flatten(0, 1).index_copy_(0, place_P, x_PD)
+        y_ECD = _swiglu(x_ECD @ gate_up_EDX) @ down_EID
+        y_PD = y_ECD.flatten(0, 1)[place_P]
     else:
         y_PD = torch.empty_like(x_PD)
         end = 0
