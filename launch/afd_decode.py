@@ -10,6 +10,7 @@ Works the same under `python`, `torchrun` and `srun`. Exit codes: 0 done, 2 conf
 
 import argparse
 import os
+import signal
 import sys
 import time
 import warnings
@@ -43,13 +44,14 @@ def main() -> int:
         if needs_ranks_started(config, start):
             return start_ranks(config, Path(__file__).resolve(), job_arguments(args), os.environ)
         launched = launched_rank(config, start, os.environ)
+        os.environ.update(thread_variables(config, rank, os.environ))
+        warnings.filterwarnings("ignore", module=r"megatron\.")  # of optional packages that a decode does not use
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # for threads that imports start
+        from afd_megatron.main import run  # not before: the lines above must be quick, and torch reads the variables
+
+        return run(config, launched, overwrite=args.overwrite)
     except AfdError as error:
         return refuse(error, rank)
-    os.environ.update(thread_variables(config, rank, os.environ))
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # of optional packages that a decode does not use
-    from afd_megatron.main import run  # not before: the lines above must be quick, and torch reads the variables
-
-    return run(config, launched, overwrite=args.overwrite)
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,4 +83,7 @@ def refuse(error: AfdError, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # tearing down the modules of torch would take a second of CPU per rank

@@ -133,6 +133,9 @@ def measure_ours(case: Case, layout: str, setting: Setting, repeats: int, scratc
     job.write_text("".join(json.dumps(line) + "\n" for line in lines))
     batch, length = len(case.prompts), len(case.prompts[0])
     num_ffn = 2 if layout == "1a2f" else 1
+    threads = {"attention": setting.attention_threads, "ffn": setting.ffn_threads}
+    if layout == "1":
+        del threads["ffn"]  # one rank has both roles
     config = {
         "model": {"path": str(case.folder)},
         "topology": {"attention": {"dp": 1}, "ffn": {"ep": num_ffn}},
@@ -145,7 +148,7 @@ def measure_ours(case: Case, layout: str, setting: Setting, repeats: int, scratc
         },
         "sampling": {"max_new_tokens": case.num_new, "ignore_eos": True},
         "job": {"input": str(job), "output": str(output)},
-        "launch": {"threads": {"attention": setting.attention_threads, "ffn": setting.ffn_threads}},
+        "launch": {"threads": threads},
         "observe": {"log_level": "warning"},
     }
     path = scratch / "job.yaml"

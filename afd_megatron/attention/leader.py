@@ -81,7 +81,7 @@ class Leader:
     def record(self, result: Result) -> None:
         self._writer.write(result)
         self.results.append(result)
-        self._progress.count(result.num_tokens)
+        self._progress.count(result.num_tokens, self._clock())
 
     def publish(self, plan: StepPlan) -> None:
         if self._sender is not None:

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -41,20 +40,18 @@ class JobProgress:
         self._num_requests = num_requests
         self._num_done = 0
         self._num_tokens = 0
-        self._started_s = time.monotonic()
-        self._next_line_s = self._started_s + _LINE_INTERVAL_S
+        self._next_line_s = _LINE_INTERVAL_S
         self._bar = tqdm(total=num_requests, unit="request", disable=not sys.stderr.isatty())
 
-    def count(self, num_tokens: int) -> None:
-        """Take note of a finished request of `num_tokens` generated tokens."""
+    def count(self, num_tokens: int, elapsed_s: float) -> None:
+        """Take note of a request that finished `elapsed_s` after the job's start with `num_tokens` generated tokens."""
         self._num_done += 1
         self._num_tokens += num_tokens
-        now_s = time.monotonic()
-        rate = self._num_tokens / max(now_s - self._started_s, 1e-9)
+        rate = self._num_tokens / max(elapsed_s, 1e-9)
         self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
         self._bar.update()
-        if self._bar.disable and (now_s >= self._next_line_s or self._num_done == self._num_requests):
-            self._next_line_s = now_s + _LINE_INTERVAL_S
+        if self._bar.disable and (elapsed_s >= self._next_line_s or self._num_done == self._num_requests):
+            self._next_line_s = elapsed_s + _LINE_INTERVAL_S
             log.info("%d of %d requests, %.0f tokens/s", self._num_done, self._num_requests, rate)
 
     def close(self) -> None:

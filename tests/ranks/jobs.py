@@ -5,10 +5,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from afd_megatron.assembly import open_job
 from afd_megatron.config import JobConfig
 from afd_megatron.distributed import World
 from afd_megatron.launcher import job_topology
-from afd_megatron.main import open_job, serve
+from afd_megatron.main import serve
 from afd_megatron.observability.progress import Progress
 from tests.ranks.harness import Ranks
 

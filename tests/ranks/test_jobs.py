@@ -1,4 +1,4 @@
-"""Whole jobs on 3a2f and on colocated ranks: many requests, idle ranks, faulty lines, early ends (CASES 2, 7, 9, 20)."""
+"""Whole jobs on 3a2f and on colocated ranks: many requests, idle ranks, faulty lines, early ends (CASES 2, 7, 9)."""
 
 import json
 import threading
@@ -8,11 +8,12 @@ import pytest
 import torch
 from models_for_tests import make_random_qwen3_moe
 
+from afd_megatron.assembly import open_job
 from afd_megatron.config import JobConfig
 from afd_megatron.distributed import World
 from afd_megatron.errors import ProtocolError
 from afd_megatron.launcher import job_topology
-from afd_megatron.main import open_job, serve
+from afd_megatron.main import serve
 from afd_megatron.observability.progress import Progress
 from tests.ranks.harness import Ranks
 from tests.ranks.jobs import decode, job_values, read_summary, run_job, split
