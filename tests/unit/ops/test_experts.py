@@ -54,6 +54,12 @@ def test_slices_of_the_experts_add_up_to_all_of_them(num_threads: int) -> None:
     torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
 
 
+def test_rank_whose_experts_get_no_row_adds_nothing(num_threads: int) -> None:
+    gate_up_EDX, down_EID = (weights[3:6] for weights in random_experts(12))
+    hidden_RD, routing = random_rows(13, 8, [0, 1, 2, 6, 7])
+    assert not run_experts(hidden_RD, routing, gate_up_EDX, down_EID, first_expert=3).any()
+
+
 @pytest.mark.parametrize("num_rows", [1, 40])
 def test_experts_without_rows_read_no_garbage(num_rows: int, num_threads: int) -> None:
     gate_up_EDX, down_EID = random_experts(4)
