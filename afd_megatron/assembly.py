@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 
 import torch
@@ -91,6 +92,7 @@ class RankParts:
         )
         self._ports = make_ports(config.connector.kind, world, layout, timeout_s=config.control.step_timeout_s)
         self._loaded: dict[Role, LoadReport] = {}
+        self._steps: dict[Role, Counter[str]] = {}
         self._kv_bytes = 0
         self._clock = JobClock()
 
@@ -117,7 +119,9 @@ class RankParts:
             step_timeout_s=control.step_timeout_s,
             heartbeat_timeout_s=control.heartbeat_timeout_s,
         )
-        return FfnWorker(receiver, step, progress=self._progress)
+        worker = FfnWorker(receiver, step, progress=self._progress)
+        self._steps[Role.FFN] = worker.steps
+        return worker
 
     def leader(self, job: JobFiles) -> Leader:
         config = self._config
@@ -152,7 +156,7 @@ class RankParts:
             clock=self._clock,
         )
         assert self._ports.attention is not None
-        return AttentionWorker(
+        worker = AttentionWorker(
             self._world.topology.role_rank(self._world.rank, Role.ATTENTION),
             scheduler,
             AttentionStep(model, cache, self._ports.attention, progress=self._progress, ffn=ffn),
@@ -164,6 +168,8 @@ class RankParts:
             progress=self._progress,
             stop=stop,
         )
+        self._steps[Role.ATTENTION] = worker.steps
+        return worker
 
     def close(self) -> None:
         """Let the last messages leave."""
@@ -189,6 +195,7 @@ class RankParts:
                     **asdict(loaded),
                     "kv_bytes": self._kv_bytes if role is Role.ATTENTION else 0,
                     **asdict(end.traffic),
+                    "steps": self._steps.get(role),
                 }
             )
         return reports

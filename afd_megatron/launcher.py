@@ -166,7 +166,7 @@ def _model_faults(config: JobConfig) -> Iterator[Fault]:
 
 
 def _output_faults(config: JobConfig) -> Iterator[Fault]:
-    if config.job.output.is_file():
+    if config.job.output.is_file() and config.job.output.stat().st_size:
         yield Fault(("job.output",), f"{config.job.output} exists (allowed: a new file, or --overwrite)")
 
 

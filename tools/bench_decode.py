@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,13 @@ class Setting(NamedTuple):
     stages: int
 
 
+class Machine(NamedTuple):
+    """What all threads reach together: bytes read from memory, and large products in float32."""
+
+    read_gbs: float
+    gflops: float
+
+
 class Case(NamedTuple):
     """A batch to decode: the model's folder, and `batch` prompts of token ids."""
 
@@ -63,16 +71,19 @@ def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="afd_bench_") as scratch:
         folder = make_model(Path(scratch) / "model", args.seed)
+        machine = measure_machine(args.cores)
+        print(f"{args.cores} threads: read {machine.read_gbs:.1f} GB/s, float32 product {machine.gflops:.0f} GFLOP/s")
         rows = []
         for batch in args.batches:
             case = Case(folder, make_prompts(batch, args.prompt, args.seed), args.new)
-            rows.append(measure_batch(case, args, Path(scratch)))
+            rows.append(measure_batch(case, args, Path(scratch)) | {"floor": floor_tokens_per_s(batch, machine)})
             print(table_row(rows[-1]), flush=True)
     report = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
         "hardware": hardware(),
+        "machine": machine._asdict(),
         "shape": SHAPE,
         "prompt_tokens": args.prompt,
         "new_tokens": args.new,
@@ -111,6 +122,38 @@ def measure_batch(case: Case, args: argparse.Namespace, scratch: Path) -> dict[s
         best["tried"] = [{key: run[key] for key in ("setting", "tokens_per_s")} for run in tried]
         runs[layout] = best
     return {"batch": batch, "transformers": tokens_per_s, "runs": runs}
+
+
+def measure_machine(cores: int) -> Machine:
+    import torch
+
+    torch.set_num_threads(cores)
+    values, square = torch.ones(1 << 28), torch.randn(2048, 2048)
+    read_s = min(timed(values.sum) for _ in range(5))
+    product_s = min(timed(lambda: square @ square) for _ in range(5))
+    return Machine(values.nbytes / read_s / 1e9, 2 * 2048**3 / product_s / 1e9)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def floor_tokens_per_s(batch: int, machine: Machine) -> float:
+    """Return what no decoder of this shape can pass: per step, the larger of weights read once and products done.
+
+    Experts hit are those expected of even routing, E * (1 - (1 - k / E) ** batch). KV cache and prompts are left out.
+    """
+    layers, hidden, experts = SHAPE["num_hidden_layers"], SHAPE["hidden_size"], SHAPE["num_experts"]
+    expert = 3 * hidden * SHAPE["moe_intermediate_size"]
+    heads = 2 * SHAPE["num_attention_heads"] + 2 * SHAPE["num_key_value_heads"]
+    attention = hidden * heads * SHAPE["head_dim"]
+    top_k, head = SHAPE["num_experts_per_tok"], hidden * SHAPE["vocab_size"]
+    num_hit = experts * (1 - (1 - top_k / experts) ** batch)
+    num_bytes = 4 * (layers * (num_hit * expert + attention) + head)
+    operations = 2 * batch * (layers * (top_k * expert + attention) + head)
+    return batch / max(num_bytes / machine.read_gbs / 1e9, operations / machine.gflops / 1e9)
 
 
 def settings(layout: str, cores: int) -> list[Setting]:
@@ -219,7 +262,7 @@ def make_prompts(batch: int, length: int, seed: int) -> list[list[int]]:
 
 def table_row(row: dict[str, object]) -> str:
     """Return a line for the reader: speeds, and ratios to transformers and to the one process."""
-    cells = [f"batch {row['batch']:>3}: transformers {row['transformers']:.0f} tok/s"]
+    cells = [f"batch {row['batch']:>3}: transformers {row['transformers']:.0f} tok/s, floor {row['floor']:.0f} tok/s"]
     whole = row["runs"].get("1")
     for layout, run in row["runs"].items():
         ratio = f"{run['tokens_per_s'] / row['transformers']:.2f} x transformers"

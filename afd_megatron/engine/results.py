@@ -18,15 +18,16 @@ class ResultWriter:
     A line is written at once, so a killed job leaves whole lines and at most one torn last one.
 
     Raises:
-        ConfigError: the file exists and `overwrite` is false, or it cannot be written.
+        ConfigError: the file holds something and `overwrite` is false, or it cannot be written. (A job that is
+            refused after its output was opened leaves an empty file, which is in nobody's way.)
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self._path = path
         try:
-            self._file = open(path, "wb" if overwrite else "xb", buffering=0)  # noqa: SIM115
-        except FileExistsError as error:
-            raise ConfigError(f"{path}: exists already (allowed: another job.output, or --overwrite)") from error
+            if not overwrite and path.is_file() and path.stat().st_size:
+                raise ConfigError(f"{path}: exists already (allowed: another job.output, or --overwrite)")
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -15,15 +15,12 @@ class FfnWorker:
         self._receiver = receiver
         self._step = step
         self._progress = progress
-        self.steps_by_action: Counter[str] = Counter()
-        self.eager_reasons: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()  # by what was done, and why where that is not what the plan asked for
 
     def run(self) -> None:
         """Run plans until STOP; raises what the receiver or a step raises."""
         while (plan := self._receiver.next()) is not None:
             action, reason = ffn_action(plan.mode, has_graph=False)
-            self.steps_by_action[action] += 1
-            if reason:
-                self.eager_reasons[reason] += 1
+            self.steps[action if reason is None else f"{action}: {reason}"] += 1
             self._progress.begin_step(plan.sequence)
             self._step.run(plan)

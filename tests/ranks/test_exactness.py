@@ -1,5 +1,6 @@
-"""The split gives the tokens of transformers and of one process (CASES 1, 2, 6, 8, 13, 21)."""
+"""The split gives the tokens of transformers and of one process (CASES 1, 2, 6, 8, 13, 14, 21)."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers_reference import TransformersReference
 
+from afd_megatron.engine.text import TextCodec
 from tests.ranks.harness import Ranks
 from tests.ranks.jobs import decode, job_values, read_summary, split
 
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs/tiny_moe"
 NUM_NEW = 16
 GREEDY = {"max_new_tokens": NUM_NEW, "ignore_eos": True}
 RATIOS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 2)]
@@ -56,6 +60,31 @@ def test_split_gives_the_tokens_of_transformers(world, folder, lines, expected, 
     sections = split(attention, ffn, stages=stages, gate=gate)
     values = job_values(folder, tmp_path, lines, sections, sampling=GREEDY)
     assert tokens(decode(ranks, values)) == expected
+    reports = read_summary(values)["ranks"]
+    attention_steps = [report["steps"]["warmup"] + report["steps"]["eager"] for report in reports[:attention]]
+    ffn_steps = [report["steps"] for report in reports[attention:]]
+    assert ffn_steps == [{"eager": attention_steps[0]}] * ffn  # one plan per step, for every rank
+    assert attention_steps == attention_steps[:1] * attention
+
+
+def test_split_gives_the_answers_of_transformers_on_the_shipped_model(world, shipped_expected, tmp_path) -> None:
+    (attention, ffn), ranks = world
+    prompts = [json.loads(line) for line in (ROOT / "configs/prompts.jsonl").read_text().splitlines()]
+    records = decode(ranks, job_values(TINY, tmp_path, prompts, split(attention, ffn, stages=2)))
+    assert {record["id"]: record["token_ids"] for record in records.values()} == shipped_expected
+
+
+@pytest.fixture(scope="module")
+def shipped_expected() -> dict[str, list[int]]:
+    """What transformers generates from the shipped model for the shipped prompts, up to the end token."""
+    reference, codec = TransformersReference(TINY), TextCodec(TINY)
+    expected = {}
+    for line in (ROOT / "configs/prompts.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        token_ids = reference.generate(codec.encode(record["prompt"]), 48)
+        end = next(place for place, token_id in enumerate(token_ids) if token_id in codec.eos_token_ids)
+        expected[record["id"]] = token_ids[: end + 1]
+    return expected
 
 
 def test_two_colocated_ranks_give_the_tokens_of_transformers(folder, lines, expected, tmp_path) -> None:

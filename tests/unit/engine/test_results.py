@@ -131,3 +131,11 @@ def test_throughput_is_concurrency_times_the_users_rate(bare_codec: TextCodec) -
     assert metrics["output_throughput"] == pytest.approx(concurrency * metrics["output_throughput_per_user"], rel=1e-9)
     assert metrics["decode_throughput"] == pytest.approx(decode_concurrency * 1000 / metrics["mean_itl_ms"], rel=1e-9)
     assert metrics["decode_throughput"] * now_s == pytest.approx(metrics["total_output"] - 40)
+
+
+def test_an_empty_output_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.touch()
+    with ResultWriter(path) as writer:
+        writer.write(make_result())
+    assert path.read_text()
