@@ -27,11 +27,7 @@ class Action(NamedTuple):
 def attention_actions(num_layers: int, num_stages: int) -> Iterator[Action]:
     """Yield what an attention rank does in one step; a stage without rows is skipped by the caller."""
     for layer in range(num_layers):
-        for stage in range(num_stages):
-            if layer > 0:
-                yield Action(Kind.COMBINE, layer - 1, stage)
-            yield Action(Kind.ATTEND, layer, stage)
-            yield Action(Kind.DISPATCH, layer, stage)
+        yield from _attention_layer(layer, num_stages)
     for stage in range(num_stages):
         yield Action(Kind.COMBINE, num_layers - 1, stage)
 
@@ -39,24 +35,14 @@ def attention_actions(num_layers: int, num_stages: int) -> Iterator[Action]:
 def ffn_actions(num_layers: int, num_stages: int) -> Iterator[Action]:
     """Yield what an FFN rank does in one step."""
     for layer in range(num_layers):
-        for stage in range(num_stages):
-            yield Action(Kind.RECEIVE, layer, stage)
-            yield Action(Kind.EXPERTS, layer, stage)
-            yield Action(Kind.REPLY, layer, stage)
+        yield from _ffn_layer(layer, num_stages)
 
 
 def colocated_actions(num_layers: int, num_stages: int) -> Iterator[Action]:
     """Yield what a rank with both roles does in one step: all stages are dispatched before the first is received."""
     for layer in range(num_layers):
-        for stage in range(num_stages):
-            if layer > 0:
-                yield Action(Kind.COMBINE, layer - 1, stage)
-            yield Action(Kind.ATTEND, layer, stage)
-            yield Action(Kind.DISPATCH, layer, stage)
-        for stage in range(num_stages):
-            yield Action(Kind.RECEIVE, layer, stage)
-            yield Action(Kind.EXPERTS, layer, stage)
-            yield Action(Kind.REPLY, layer, stage)
+        yield from _attention_layer(layer, num_stages)
+        yield from _ffn_layer(layer, num_stages)
     for stage in range(num_stages):
         yield Action(Kind.COMBINE, num_layers - 1, stage)
 
@@ -69,3 +55,18 @@ def num_credits(num_stages: int) -> int:
     buffer `stage` is free by then and no send ever waits for one. With fewer, colocated ranks deadlock.
     """
     return num_stages
+
+
+def _attention_layer(layer: int, num_stages: int) -> Iterator[Action]:
+    for stage in range(num_stages):
+        if layer > 0:
+            yield Action(Kind.COMBINE, layer - 1, stage)
+        yield Action(Kind.ATTEND, layer, stage)
+        yield Action(Kind.DISPATCH, layer, stage)
+
+
+def _ffn_layer(layer: int, num_stages: int) -> Iterator[Action]:
+    for stage in range(num_stages):
+        yield Action(Kind.RECEIVE, layer, stage)
+        yield Action(Kind.EXPERTS, layer, stage)
+        yield Action(Kind.REPLY, layer, stage)

@@ -301,6 +301,11 @@ def test_random_delays_over_hundreds_of_messages_change_nothing(run: Run, topolo
     run(Case(topology, uneven_rows(topology, 60), num_stages=2, num_layers=3, delay_s=0.001))
 
 
+@pytest.mark.parametrize("topology", ["1a2f"], indirect=True)
+def test_random_delays_over_2000_steps_change_nothing(ranks: Ranks, topology: Topology) -> None:
+    ranks.run(serve_gloo, Case(topology, uneven_rows(topology, 2000), num_stages=2, delay_s=0.0002), timeout_s=150.0)
+
+
 def rss_growth(world: World, case: Case) -> int:
     serve_gloo(world, replace(case, rows=((case.max_rows, case.max_rows),) * 4))
     before = rss_bytes()

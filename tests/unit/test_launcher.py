@@ -170,7 +170,15 @@ def test_ranks_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, config: JobConfig, rank: int, environ: Mapping[str, str], count: str
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert thread_variables(config, rank, environ) == {"OMP_NUM_THREADS": count, "OMP_WAIT_POLICY": "PASSIVE"}
+    assert thread_variables(config, rank, environ)["OMP_NUM_THREADS"] == count
+
+
+def test_threads_beyond_the_cores_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    config = job(topology={"ffn": {"ep": 2}}, launch={"threads": {"attention": 2, "ffn": 1}})
+    assert thread_variables(config, 0, {})["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in thread_variables(job(connector={"kind": "local"}), 0, {})
+    assert "OMP_WAIT_POLICY" not in thread_variables(config, 0, {"OMP_WAIT_POLICY": "ACTIVE"})
 
 
 def test_facts_of_the_model_are_judged_with_all_else(folder: Path) -> None:
@@ -191,7 +199,7 @@ def test_an_unsupported_model_is_refused_where_the_job_names_it(folder: Path, te
 
 
 def test_an_output_that_exists_is_refused_unless_it_may_be_replaced(folder: Path) -> None:
-    (folder / "out.jsonl").touch()
+    (folder / "out.jsonl").write_text("a record")
     with pytest.raises(
         ConfigError, match=r"^x\.yaml:2: job\.output: out\.jsonl exists \(allowed: a new file, or --over"
     ):
