@@ -18,6 +18,7 @@ setup(
         "transformers>=5.10,<6",
         "jinja2>=3.1",  # chat templates, not declared by transformers
         "numpy>=1.26",
+        "numba>=0.61",
         "tqdm>=4.66",
         "einops>=0.8",  # imported by Megatron, not declared there
         "psutil>=6",  # imported by Megatron, not declared there

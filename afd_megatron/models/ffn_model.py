@@ -91,23 +91,17 @@ class MoeFfn(MegatronModule):
 
 
 class LocalExperts(MegatronModule):
-    """Experts as two stacked parameters, in the checkpoint's shapes [E, 2 * I, D] and [E, D, I].
-
-    In memory each matrix is transposed, which a product of few rows on a CPU reads up to a quarter faster.
-    """
+    """Experts as two stacked parameters, [E, 2 * I, D] and [E, D, I]."""
 
     def __init__(self, config: TransformerConfig, expert_ids: range) -> None:
         super().__init__(config)
         self._first_expert = expert_ids.start
-        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
-        gate_up_EDX = torch.empty(len(expert_ids), hidden, 2 * width, dtype=config.params_dtype)
-        down_EID = torch.empty(len(expert_ids), width, hidden, dtype=config.params_dtype)
-        self.linear_fc1 = torch.nn.Parameter(gate_up_EDX.transpose(1, 2))
-        self.linear_fc2 = torch.nn.Parameter(down_EID.transpose(1, 2))
+        num_experts, hidden, width = len(expert_ids), config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = torch.nn.Parameter(torch.empty(num_experts, 2 * width, hidden, dtype=config.params_dtype))
+        self.linear_fc2 = torch.nn.Parameter(torch.empty(num_experts, hidden, width, dtype=config.params_dtype))
 
     def forward(self, hidden_RD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        gate_up_EDX, down_EID = self.linear_fc1.transpose(1, 2), self.linear_fc2.transpose(1, 2)
-        return run_experts(hidden_RD, routing, gate_up_EDX, down_EID, first_expert=self._first_expert)
+        return run_experts(hidden_RD, routing, self.linear_fc1, self.linear_fc2, first_expert=self._first_expert)
 
 
 def _dense_mlp(config: TransformerConfig, groups: ProcessGroupCollection, width: int) -> MLP:

@@ -44,6 +44,8 @@ READING_PATH = [
     "models/router.py",
     "models/ffn_model.py",
     "ops/experts.py",
+    "ops/grouped.py",
+    "ops/grouped_cpu.py",
 ]
 
 
