@@ -138,8 +138,9 @@ def launched_rank(config: JobConfig, start: Start | None, environ: Mapping[str, 
 def thread_variables(config: JobConfig, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what must be in the environment before torch is imported, so that ranks do not fight for cores.
 
-    Where all ranks together have more threads than there are cores, idle ones sleep; else they may spin, which lets a
-    rank with several threads start each product sooner (1.3 x on a decode step of one process with 2 threads).
+    Where all ranks together have more threads than there are cores, an idle one waits for some ten microseconds, which
+    bridges the gap to the next product of its rank, and then leaves its core to the other ranks. Elsewhere threads wait
+    as long as they like. Source: docs/perf/decode_cpu.md, and GOMP_SPINCOUNT in the manual of GNU libgomp.
     """
     topology = job_topology(config)
     num_cores = len(os.sched_getaffinity(0))
@@ -150,8 +151,8 @@ def thread_variables(config: JobConfig, rank: int, environ: Mapping[str, str]) -
         for each in range(topology.world_size)
     ]
     variables = {"OMP_NUM_THREADS": counts[rank]}
-    if sum(map(int, counts)) > num_cores and "OMP_WAIT_POLICY" not in environ:
-        variables["OMP_WAIT_POLICY"] = "PASSIVE"
+    if sum(map(int, counts)) > num_cores and not environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        variables["GOMP_SPINCOUNT"] = "10000"
     return variables
 
 

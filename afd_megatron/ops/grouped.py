@@ -1,5 +1,8 @@
 """Rows in groups, each group times its own matrix. Knows no routing, no experts. P rows, G groups, K inner, N outer."""
 
+from functools import cache
+from pathlib import Path
+
 import torch
 
 _NEAR_VALUES = 1 << 12  # float32 values of four rows that stay in a core's nearest cache beside what streams past
@@ -12,7 +15,7 @@ def grouped_product(x_PK: torch.Tensor, count_G: torch.Tensor, matrix_GNK: torch
     """
     num_rows, num_inner = x_PK.shape
     is_short = 4 * num_inner <= _NEAR_VALUES or num_rows * num_inner <= 4 * _NEAR_VALUES * len(count_G)
-    if x_PK.device.type == "cpu" and x_PK.dtype == torch.float32 and is_short:
+    if x_PK.device.type == "cpu" and x_PK.dtype == torch.float32 and is_short and _is_blas_slow_on_few_rows():
         from afd_megatron.ops.grouped_cpu import grouped_product_cpu  # numba is of no use elsewhere
 
         return grouped_product_cpu(x_PK.contiguous(), count_G.cumsum(0), matrix_GNK)
@@ -28,3 +31,12 @@ def grouped_product_plain(x_PK: torch.Tensor, count_G: torch.Tensor, matrix_GNK:
         if count:
             torch.mm(x_PK[start:end], matrix_GNK[group].t(), out=y_PN[start:end])
     return y_PN
+
+
+@cache
+def _is_blas_slow_on_few_rows() -> bool:
+    """Return whether packing a matrix takes longer than streaming it: so does MKL on cores that are not Intel's.
+
+    Source: docs/perf/decode_cpu.md, measured on both. Another BLAS was not measured and is left as it is.
+    """
+    return torch.backends.mkl.is_available() and "GenuineIntel" not in Path("/proc/cpuinfo").read_text()

@@ -173,12 +173,12 @@ def test_ranks_share_the_cores(
     assert thread_variables(config, rank, environ)["OMP_NUM_THREADS"] == count
 
 
-def test_threads_beyond_the_cores_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_beyond_the_cores_wait_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     config = job(topology={"ffn": {"ep": 2}}, launch={"threads": {"attention": 2, "ffn": 1}})
-    assert thread_variables(config, 0, {})["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "OMP_WAIT_POLICY" not in thread_variables(job(connector={"kind": "local"}), 0, {})
-    assert "OMP_WAIT_POLICY" not in thread_variables(config, 0, {"OMP_WAIT_POLICY": "ACTIVE"})
+    assert thread_variables(config, 0, {})["GOMP_SPINCOUNT"] == "10000"
+    assert "GOMP_SPINCOUNT" not in thread_variables(job(connector={"kind": "local"}), 0, {})
+    assert "GOMP_SPINCOUNT" not in thread_variables(config, 0, {"OMP_WAIT_POLICY": "ACTIVE"})
 
 
 def test_facts_of_the_model_are_judged_with_all_else(folder: Path) -> None:

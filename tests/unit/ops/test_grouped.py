@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from afd_megatron.ops import grouped
 from afd_megatron.ops.grouped import grouped_product, grouped_product_plain
 from afd_megatron.ops.grouped_cpu import grouped_product_cpu
 
@@ -54,14 +55,20 @@ def test_kernel_keeps_nan_and_infinity() -> None:
     assert fast[[0, 2, 3, 5]].isfinite().all()
 
 
+@pytest.mark.parametrize("is_blas_slow", [False, True])
 @pytest.mark.parametrize(
     ("counts", "num_inner", "dtype"),
     [([3, 2], 16, torch.float32), ([40, 50], 2048, torch.float32), ([3, 2], 16, torch.bfloat16)],
     ids=["kernel", "long rows in number", "bfloat16"],
 )
 def test_whichever_way_is_taken_equals_products_one_by_one(
-    counts: list[int], num_inner: int, dtype: torch.dtype
+    counts: list[int],
+    num_inner: int,
+    dtype: torch.dtype,
+    is_blas_slow: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(grouped, "_is_blas_slow_on_few_rows", lambda: is_blas_slow)
     x_PK, count_G, matrix_GNK = (values.to(dtype) for values in random_groups(3, counts, num_inner, 24))
     count_G = count_G.long()
     groups = x_PK.split(counts)
@@ -69,6 +76,7 @@ def test_whichever_way_is_taken_equals_products_one_by_one(
     torch.testing.assert_close(grouped_product(x_PK, count_G, matrix_GNK), expected)
 
 
-def test_rows_that_do_not_lie_in_order_are_read_right() -> None:
+def test_rows_that_do_not_lie_in_order_are_read_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_is_blas_slow_on_few_rows", lambda: True)
     x_KP, count_G, matrix_GNK = random_groups(4, [16], 16, 5)
     torch.testing.assert_close(grouped_product(x_KP.t(), count_G, matrix_GNK)[:, 0], x_KP.t() @ matrix_GNK[0, 0])
