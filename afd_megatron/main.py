@@ -45,7 +45,7 @@ def run(config: JobConfig, launched: LaunchedRank, *, overwrite: bool) -> int:
     logging.basicConfig(level=config.observe.log_level.upper(), format=f"%(asctime)s {name}: %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     progress = Progress()
-    stop = _stop_on_signal()
+    stop = _stop_on_signal(progress)
     guard_process()
     try:
         job = open_job(config, overwrite=overwrite) if launched.rank == 0 else None
@@ -120,10 +120,11 @@ def _agreed_fields(config: JobConfig, shape: ModelShape) -> dict[str, str]:
     return fields | {"model.dtype": config.model.dtype, "afd_megatron": __version__, "torch": torch.__version__}
 
 
-def _stop_on_signal() -> threading.Event:
+def _stop_on_signal(progress: Progress) -> threading.Event:
     """Return an event that SIGTERM or SIGINT sets; a Python handler would not run while gloo blocks.
 
-    Threads that are running already must block both signals, or one of them may die of it.
+    Before the first step there is nothing to finish, and ranks may wait for one that never comes: the process ends at
+    once. Threads that are running already must block both signals, or one of them may die of it.
     """
     stop = threading.Event()
     signals = {signal.SIGTERM, signal.SIGINT}
@@ -131,6 +132,8 @@ def _stop_on_signal() -> threading.Event:
 
     def wait() -> None:
         signal.sigwait(signals)
+        if progress.step is None:
+            os._exit(ExitCode.INTERRUPTED)
         stop.set()
 
     threading.Thread(target=wait, name="signals", daemon=True).start()

@@ -89,3 +89,16 @@ def test_a_checkpoint_with_holes_is_refused_with_the_whole_list(tmp_path: Path) 
     assert process.returncode == 2, errors
     assert all(f"{name}: missing" in errors for name in names)
     assert "model.layers.0.extra.weight: unexpected" in errors
+
+
+def test_ids_that_come_twice_are_refused_before_any_rank_waits_for_rank_0(tmp_path: Path) -> None:
+    job = tmp_path / "job.jsonl"
+    job.write_text('{"id": "a", "prompt": "add 1+1="}\n' * 2)
+    process = start(
+        sys.executable, *CONFIG, "--set", f"job.input={job}", "--set", f"job.output={tmp_path / 'out.jsonl'}",
+        "--set", "control.handshake_timeout_s=600",
+    )  # fmt: skip
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2, errors
+    assert f'{job}:2: id "a" is that of line 1 too' in errors
+    assert "AFD FAILURE" not in errors
