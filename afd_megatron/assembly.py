@@ -83,7 +83,7 @@ class RankParts:
         self._gate_on_attention = config.pipeline.gate == "attention"
         layout = ExchangeLayout(
             hidden_size=shape.hidden_size,
-            top_k=shape.top_k if self._gate_on_attention else 0,
+            top_k=shape.router.top_k if self._gate_on_attention else 0,
             dtype=self._dtype,
             num_layers=shape.num_layers,
             num_stages=config.pipeline.stages,

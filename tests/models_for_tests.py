@@ -4,11 +4,12 @@ T rows of a stage, D hidden, V vocabulary, M blocks per request.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from family_configs import QWEN3_MOE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
@@ -24,45 +25,20 @@ from afd_megatron.models.weights import LoadReport, load_attention, load_ffn, op
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 
-QWEN3_MOE_CONFIG: dict[str, object] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "torch_dtype": "float32",
-}
-
 
 def make_random_qwen3_moe(
     folder: Path, seed: int, *, is_packed: bool = False, num_shards: int = 1, **overrides: object
 ) -> Path:
-    """Write an HF folder with spread norms and weights of a std (0.15 at hidden 64) with which greedy tokens vary.
+    """Write an HF folder of the family most tests use; `overrides` are fields of config.json."""
+    return make_random_model(folder, seed, QWEN3_MOE | overrides, is_packed=is_packed, num_shards=num_shards)
 
-    `overrides` are fields of config.json.
-    """
+
+def make_random_model(
+    folder: Path, seed: int, config: Mapping[str, object], *, is_packed: bool = False, num_shards: int = 1
+) -> Path:
+    """Write an HF folder with spread norms and weights of a std (0.15 at hidden 64) with which greedy tokens vary."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3_MOE_CONFIG | overrides))
+    (folder / "config.json").write_text(json.dumps(config))
     shape = load_shape(folder)
     source = RandomSource(shape, seed)
     tensors = {name: source.read(name, ()) for name in source.shapes}

@@ -127,7 +127,7 @@ def build_model(shape: ModelShape) -> GPTModel:
         parallel_output=False,
         share_embeddings_and_output_weights=shape.has_tied_embeddings,
     )
-    model.rotary_pos_emb = Rope(shape.head_dim, 1.0, rotary_base=shape.rope_theta, use_cpu_initialization=True)
+    model.rotary_pos_emb = Rope(shape.head_dim, 1.0, rotary_base=shape.rope.theta, use_cpu_initialization=True)
     return model
 
 

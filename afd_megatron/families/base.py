@@ -8,12 +8,72 @@ from typing import NamedTuple
 from afd_megatron.topology import Role
 
 
+class QkNorm(StrEnum):
+    """Over what queries and keys are normalised before they are rotated: nothing, each head, all heads together."""
+
+    NONE = "none"
+    HEAD = "head"
+    FULL = "full"
+
+
+class Score(StrEnum):
+    """How router logits become scores: over all experts, or of each expert alone."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class YarnShape:
+    """Rotary frequencies stretched by `factor` beyond `original_max_positions`, cos and sin times `attention_factor`.
+
+    Frequencies between `beta_fast` and `beta_slow` turns over the original context are blended; `truncate` rounds the
+    bounds of the blend to whole frequencies. Source: arXiv 2309.00071.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RopeShape:
+    """Rotary positions: the first `num_dims` of a head turn with frequencies theta ** (-2 i / num_dims)."""
+
+    theta: float
+    num_dims: int
+    yarn: YarnShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterShape:
+    """How a row's `top_k` experts are chosen, and their weights.
+
+    With `has_bias` a learned bias is added to the scores for the choice alone. With more than one group only experts of
+    the `topk_groups` best groups can be chosen, a group being as good as the sum of its `group_top` best experts.
+    Weights are the chosen experts' scores, divided by their sum if `normalize_topk`, times `scale`.
+    """
+
+    top_k: int
+    normalize_topk: bool
+    score: Score = Score.SOFTMAX
+    has_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_top: int = 1
+    scale: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model as both roles must agree on it; counts are of the whole model, never of a rank's part.
 
-    `is_moe_layer` has one flag per layer, 0-based. `moe_width` and `dense_width` are the inner sizes of one expert and
-    of a dense MLP. `normalize_topk` divides the weights of the chosen experts by their sum.
+    `is_moe_layer` has one flag per layer, 0-based. `moe_width`, `shared_width` and `dense_width` are the inner sizes of
+    one expert, of all shared experts together (0: none) and of a dense MLP. With `has_shared_gate` the shared experts'
+    output is scaled row by row. Queries, keys and values are clipped to `qkv_clip` after the norm.
     """
 
     family: str
@@ -26,15 +86,17 @@ class ModelShape:
     max_positions: int
     is_moe_layer: tuple[bool, ...]
     num_experts: int
-    top_k: int
     moe_width: int
     dense_width: int
-    normalize_topk: bool
-    rope_theta: float
+    router: RouterShape
+    rope: RopeShape
     norm_eps: float
     has_tied_embeddings: bool
-    has_qk_norm: bool
-    has_qkv_bias: bool
+    qk_norm: QkNorm = QkNorm.NONE
+    has_qkv_bias: bool = False
+    qkv_clip: float | None = None
+    shared_width: int = 0
+    has_shared_gate: bool = False
 
 
 class Layout(StrEnum):

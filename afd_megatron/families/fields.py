@@ -25,10 +25,12 @@ class Fields:
             return self._fault(name, value, f"an integer of at least {least}", least)
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, *, can_be_zero: bool = False) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            return self._fault(name, value, "a number above 0", 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return self._fault(name, value, "a number", 1.0)
+        if not (0 < value < float("inf") or (value == 0 and can_be_zero)):
+            return self._fault(name, value, f"a number {'from' if can_be_zero else 'above'} 0", 1.0)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -51,13 +53,13 @@ class Fields:
         section._faults = self._faults
         return section if value else None
 
-    def require(self, name: str, *allowed: object) -> None:
-        """Refuse a value that is not among `allowed`, the first of which is what an absent field means."""
-        value = self._config.get(name)
-        if value is not None and not any(
-            value is item or (value == item and type(value) is type(item)) for item in allowed
-        ):
-            self._fault(name, value, " or ".join(repr(item) for item in allowed), None)
+    def require(self, name: str, *allowed: T) -> T:
+        """Read a value that must be among `allowed`, the first of which is what an absent field means."""
+        value = self._value(name, allowed[0])
+        for item in allowed:
+            if value is item or (value == item and type(value) is type(item)):
+                return item
+        return self._fault(name, value, " or ".join(repr(item) for item in allowed), allowed[0])
 
     def check(self, is_right: bool, fault: str) -> None:
         if not is_right:

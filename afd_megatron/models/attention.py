@@ -1,17 +1,21 @@
 """Self-attention over a paged KV cache, on Megatron's projections. Knows no requests, no FFN.
 
 T rows of one stage, B decode rows, C rows of a prompt's chunk, S context, G KV heads, Q query heads per KV head,
-N = G * Q query heads, H head dim, D hidden, M blocks per request.
+N = G * Q query heads, H head dim, R rotated dims of a head, D hidden, M blocks per request.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from afd_megatron.engine.batch import PrefillChunk, StageBatch
+from afd_megatron.families.base import ModelShape, QkNorm
 from afd_megatron.models.kv_cache import KvCache
+from afd_megatron.models.rope import Rotation
 
 
 class ChunkInputs(NamedTuple):
@@ -29,31 +33,29 @@ class ChunkInputs(NamedTuple):
 class StageInputs(NamedTuple):
     """What all layers of a stage share: rotary factors, cache entries to write and to read.
 
-    `cos_T1H` and `sin_T1H` are in the model's dtype, the first half of sin negated. A decode row reads
-    `entry_BS` (int64) and adds `mask_B11S` (0 or -inf, model's dtype) to its scores.
+    `cos_T1R` and `sin_T1R` are those of `Rotation.factors`. A decode row reads `entry_BS` (int64) and adds `mask_B11S`
+    (0 or -inf, model's dtype) to its scores.
     """
 
-    cos_T1H: torch.Tensor
-    sin_T1H: torch.Tensor
+    cos_T1R: torch.Tensor
+    sin_T1R: torch.Tensor
     cache_index_T: torch.Tensor
     entry_BS: torch.Tensor
     mask_B11S: torch.Tensor
     chunks: tuple[ChunkInputs, ...]
 
 
-def prepare_stage(stage: StageBatch, *, inv_freq_H: torch.Tensor, block_size: int, dtype: torch.dtype) -> StageInputs:
+def prepare_stage(stage: StageBatch, rotation: Rotation, *, block_size: int, dtype: torch.dtype) -> StageInputs:
     """Compute what the layers of a step share.
 
     No decode row waits for the device. On a CPU the context is cut to the longest row, elsewhere it is as wide as the
-    block table, so that shapes depend on no value. `inv_freq_H` float32 [H] holds every frequency twice.
+    block table, so that shapes depend on no value.
     """
-    angle_TH = stage.positions_T[:, None].float() * inv_freq_H
-    sin_TH = angle_TH.sin()
-    sin_TH[:, : sin_TH.shape[1] // 2].neg_()
+    cos_TR, sin_TR = rotation.factors(stage.positions_T)
     entry_BS, mask_BS = _decode_context(stage, block_size)
     return StageInputs(
-        cos_T1H=angle_TH.cos().to(dtype)[:, None],
-        sin_T1H=sin_TH.to(dtype)[:, None],
+        cos_T1R=cos_TR[:, None],
+        sin_T1R=sin_TR[:, None],
         cache_index_T=stage.cache_index_T,
         entry_BS=entry_BS,
         mask_B11S=torch.zeros_like(mask_BS, dtype=dtype).masked_fill_(~mask_BS, float("-inf"))[:, None, None],
@@ -63,6 +65,14 @@ def prepare_stage(stage: StageBatch, *, inv_freq_H: torch.Tensor, block_size: in
 
 class PagedSelfAttention(SelfAttention):
     """Megatron's self-attention with keys and values in a `KvCache`; rows are flat, each with its own position."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._qk_norm, self._qkv_clip = shape.qk_norm, shape.qkv_clip
+        if shape.qk_norm is QkNorm.FULL:  # Megatron made them for one head
+            eps = config.layernorm_epsilon
+            self.q_layernorm = WrappedTorchNorm(config, shape.num_heads * shape.head_dim, eps)
+            self.k_layernorm = WrappedTorchNorm(config, shape.num_kv_heads * shape.head_dim, eps)
 
     def forward(self, normed_TD: torch.Tensor, inputs: StageInputs, cache: KvCache) -> torch.Tensor:
         """Write K and V of all rows, then let each row attend to its context; return [T, D]."""
@@ -84,8 +94,13 @@ class PagedSelfAttention(SelfAttention):
         num_groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         qkv_TGXH = self.linear_qkv(normed_TD)[0].view(len(normed_TD), num_groups, -1, head_dim)
         q_TGQH, k_TG1H, v_TG1H = qkv_TGXH.split((qkv_TGXH.shape[2] - 2, 1, 1), dim=2)
-        if self.q_layernorm is not None:
+        if self._qk_norm is QkNorm.HEAD:
             q_TGQH, k_TG1H = self.q_layernorm(q_TGQH), self.k_layernorm(k_TG1H)
+        elif self._qk_norm is QkNorm.FULL:
+            q_TGQH = self.q_layernorm(q_TGQH.flatten(1)).view(q_TGQH.shape)
+            k_TG1H = self.k_layernorm(k_TG1H.flatten(1)).view(k_TG1H.shape)
+        if self._qkv_clip is not None:
+            q_TGQH, k_TG1H, v_TG1H = (x.clamp(-self._qkv_clip, self._qkv_clip) for x in (q_TGQH, k_TG1H, v_TG1H))
         qk_TGXH = _rotate(torch.cat((q_TGQH, k_TG1H), dim=2), inputs)
         return qk_TGXH[:, :, :-1], qk_TGXH[:, :, -1], v_TG1H[:, :, 0]
 
@@ -118,10 +133,13 @@ def _chunk_context(chunk: PrefillChunk, block_size: int) -> ChunkInputs:
 
 
 def _rotate(x_TGXH: torch.Tensor, inputs: StageInputs) -> torch.Tensor:
-    """Rotate pairs (i, i + H / 2) of every head by the row's position."""
-    first, second = x_TGXH.chunk(2, dim=-1)
-    rotated = torch.cat((second, first), dim=-1).mul_(inputs.sin_T1H[:, :, None])
-    return rotated.addcmul_(x_TGXH, inputs.cos_T1H[:, :, None])
+    """Rotate pairs (i, i + R / 2) of the first R dims of every head by the row's position."""
+    num_dims = inputs.cos_T1R.shape[-1]
+    x_TGXR = x_TGXH[..., :num_dims]
+    first, second = x_TGXR.chunk(2, dim=-1)
+    rotated = torch.cat((second, first), dim=-1).mul_(inputs.sin_T1R[:, :, None])
+    rotated.addcmul_(x_TGXR, inputs.cos_T1R[:, :, None])
+    return rotated if num_dims == x_TGXH.shape[-1] else torch.cat((rotated, x_TGXH[..., num_dims:]), dim=-1)
 
 
 def _attend_decode(

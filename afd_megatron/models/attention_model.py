@@ -19,11 +19,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from afd_megatron.engine.batch import StageBatch
-from afd_megatron.families.base import ModelShape
+from afd_megatron.families.base import ModelShape, QkNorm
 from afd_megatron.models.attention import PagedSelfAttention, StageInputs, prepare_stage
 from afd_megatron.models.config import transformer_config
 from afd_megatron.models.kv_cache import KvCache
-from afd_megatron.models.router import SoftmaxRouter
+from afd_megatron.models.rope import Rotation
+from afd_megatron.models.router import Router
 from afd_megatron.routing import Routing
 
 
@@ -56,13 +57,11 @@ class AttentionModel(GPTModel):
                 pg_collection=groups,
             )
             for layer, is_moe in zip(self.decoder.layers, shape.is_moe_layer, strict=True):
-                layer.mlp.router = SoftmaxRouter(config, groups) if has_router and is_moe else None
+                layer.mlp.router = Router(config, groups, shape.router) if has_router and is_moe else None
         self.requires_grad_(False).eval()
         self.num_layers = shape.num_layers
         self._dtype = dtype
-        # computed on the CPU as in transformers, so that all devices have the same frequencies
-        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        self._inv_freq_H = (1.0 / shape.rope_theta**exponent).repeat(2).to(device)
+        self._rotation = Rotation(shape.rope, dtype, device)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the parameters by the names that the family's tensor rules give them."""
@@ -70,7 +69,7 @@ class AttentionModel(GPTModel):
 
     def prepare_stage(self, stage: StageBatch, cache: KvCache) -> StageInputs:
         """Compute once per step what all layers of a stage need."""
-        return prepare_stage(stage, inv_freq_H=self._inv_freq_H, block_size=cache.block_size, dtype=self._dtype)
+        return prepare_stage(stage, self._rotation, block_size=cache.block_size, dtype=self._dtype)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return hidden states [T, D]."""
@@ -100,7 +99,7 @@ class AttentionModel(GPTModel):
 class RemoteFfn(MegatronModule):
     """Stands where a layer's MLP was, which the FFN ranks hold; `router` is set if the gate sits on attention."""
 
-    router: SoftmaxRouter | None
+    router: Router | None
 
 
 class SplitLayer(TransformerLayer):
@@ -112,7 +111,7 @@ class SplitLayer(TransformerLayer):
 
 
 def _block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
-    qk_norm = WrappedTorchNorm if shape.has_qk_norm else None
+    qk_norm = None if shape.qk_norm is QkNorm.NONE else WrappedTorchNorm
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=IdentityOp,  # PagedSelfAttention's own forward does it
@@ -122,7 +121,9 @@ def _block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
     )
     layer = TransformerLayerSubmodules(
         input_layernorm=WrappedTorchNorm,
-        self_attention=ModuleSpec(PagedSelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+        self_attention=ModuleSpec(
+            PagedSelfAttention, {"attn_mask_type": AttnMaskType.causal, "shape": shape}, attention
+        ),
         pre_mlp_layernorm=WrappedTorchNorm,
         mlp=RemoteFfn,
     )

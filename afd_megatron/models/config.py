@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from afd_megatron.families.base import ModelShape
+from afd_megatron.families.base import ModelShape, QkNorm
 
 
 def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
@@ -17,16 +17,16 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.dense_width,
         num_moe_experts=shape.num_experts,
-        moe_router_topk=shape.top_k,
+        moe_router_topk=shape.router.top_k,
         moe_ffn_hidden_size=shape.moe_width,
         moe_layer_freq=[int(is_moe) for is_moe in shape.is_moe_layer],
-        moe_router_pre_softmax=not shape.normalize_topk,
+        moe_router_pre_softmax=not shape.router.normalize_topk,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.has_qk_norm,
+        qk_layernorm=shape.qk_norm is not QkNorm.NONE,
         add_qkv_bias=shape.has_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,

@@ -1,4 +1,4 @@
-"""The FFN's part of a model: experts, dense MLPs, and the router if the gate sits here. Knows no transport.
+"""The FFN's part of a model: experts, shared and dense MLPs, and the router if the gate sits here. Knows no transport.
 
 R rows of one stage from all attention ranks, D hidden, I width of an expert, E experts of this rank.
 """
@@ -6,6 +6,7 @@ R rows of one stage from all attention ranks, D hidden, I width of an expert, E 
 import copy
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -14,14 +15,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from afd_megatron.families.base import ModelShape
 from afd_megatron.models.config import transformer_config
-from afd_megatron.models.router import SoftmaxRouter
+from afd_megatron.models.router import Router
 from afd_megatron.ops.experts import run_experts
 from afd_megatron.routing import Routing
 from afd_megatron.topology import contiguous_slice
 
 
 class FfnModel(torch.nn.Module):
-    """One FFN rank's experts and its slices of dense MLPs. Parameters are allocated, `load_ffn` fills them.
+    """One FFN rank's experts and its slices of shared and dense MLPs. Parameters are allocated, `load_ffn` fills them.
 
     The rank holds a contiguous slice of every layer, which is empty where there are more ranks than experts; the sum
     over the ranks is the layer's output.
@@ -41,13 +42,15 @@ class FfnModel(torch.nn.Module):
         super().__init__()
         config = transformer_config(shape, dtype)
         self.num_layers = shape.num_layers
+        self.role_rank, self.num_ffn = role_rank, num_ffn
         self.expert_ids = contiguous_slice(shape.num_experts, num_ffn, role_rank)
-        self.dense_columns = contiguous_slice(shape.dense_width, num_ffn, role_rank)
+        dense_columns = contiguous_slice(shape.dense_width, num_ffn, role_rank)
+        shared_columns = contiguous_slice(shape.shared_width, num_ffn, role_rank)
         with torch.device(device):
             self.layers = torch.nn.ModuleList(
-                MoeFfn(config, groups, self.expert_ids, has_router=has_router)
+                MoeFfn(shape, config, groups, self.expert_ids, len(shared_columns), has_router=has_router)
                 if is_moe
-                else _dense_mlp(config, groups, len(self.dense_columns))
+                else SlicedMlp(config, groups, len(dense_columns))
                 for is_moe in shape.is_moe_layer
             )
         self.requires_grad_(False).eval()
@@ -73,25 +76,39 @@ class FfnModel(torch.nn.Module):
 
 
 class MoeFfn(MegatronModule):
-    """The experts `expert_ids` of one layer."""
+    """The experts `expert_ids` of one layer, and `shared_width` inner columns of its shared experts."""
 
     def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, expert_ids: range, *, has_router: bool
+        self,
+        shape: ModelShape,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        expert_ids: range,
+        shared_width: int,
+        *,
+        has_router: bool,
     ) -> None:
         super().__init__(config)
-        self.router = SoftmaxRouter(config, groups) if has_router else None
+        self.router = Router(config, groups, shape.router) if has_router else None
         self.experts = LocalExperts(config, expert_ids)
+        self.shared_experts = None
+        if shape.shared_width:
+            self.shared_experts = SharedExperts(config, groups, shared_width, has_gate=shape.has_shared_gate)
 
     def forward(self, hidden_RD: torch.Tensor, routing: Routing | None) -> torch.Tensor:
+        """Return [R, D] in the model's dtype, summed in float32 and rounded once."""
         if self.router is not None:
             assert routing is None
             routing = self.router(hidden_RD)
         assert routing is not None
-        return self.experts(hidden_RD, routing)
+        out_RD = self.experts(hidden_RD, routing)
+        if self.shared_experts is not None:
+            out_RD = out_RD + self.shared_experts(hidden_RD)
+        return out_RD.to(hidden_RD.dtype)
 
 
 class LocalExperts(MegatronModule):
-    """Experts as two stacked parameters, [E, 2 * I, D] and [E, D, I]."""
+    """Experts as two stacked parameters, [E, 2 * I, D] and [E, D, I]; their sum leaves in float32."""
 
     def __init__(self, config: TransformerConfig, expert_ids: range) -> None:
         super().__init__(config)
@@ -104,9 +121,27 @@ class LocalExperts(MegatronModule):
         return run_experts(hidden_RD, routing, self.linear_fc1, self.linear_fc2, first_expert=self._first_expert)
 
 
-def _dense_mlp(config: TransformerConfig, groups: ProcessGroupCollection, width: int) -> MLP:
-    """Build Megatron's MLP on `width` inner columns, which it takes from the config."""
-    config = copy.copy(config)
-    config.ffn_hidden_size = width
-    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return MLP(config, submodules, ffn_hidden_size=width, tp_group=groups.tp)
+class SlicedMlp(MLP):
+    """`width` inner columns of Megatron's MLP, which takes the width from the config."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, width: int) -> None:
+        config = copy.copy(config)
+        config.ffn_hidden_size = width
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(config, submodules, ffn_hidden_size=width, tp_group=groups.tp)
+
+
+class SharedExperts(SlicedMlp):
+    """`width` inner columns of the experts that every row passes; with a gate each row has a weight of its own."""
+
+    def __init__(
+        self, config: TransformerConfig, groups: ProcessGroupCollection, width: int, *, has_gate: bool
+    ) -> None:
+        super().__init__(config, groups, width)
+        self.gate_weight = None
+        if has_gate:
+            self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        out_RD = super().forward(hidden_RD)[0]
+        return out_RD if self.gate_weight is None else out_RD * F.linear(hidden_RD, self.gate_weight).sigmoid()

@@ -16,7 +16,7 @@ from afd_megatron.families.base import Layout, ModelShape, TensorRule
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightSource
-from afd_megatron.topology import Role
+from afd_megatron.topology import Role, contiguous_slice
 
 _EVERYTHING = slice(None)
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -33,11 +33,16 @@ class LoadReport:
 
 
 class _Cut(NamedTuple):
-    """Which part of the model a rank holds, and how its heads are grouped."""
+    """Which part of the model a rank holds: its place among the ranks of its role. And how heads are grouped."""
 
-    experts: range
-    columns: range
+    role_rank: int
+    num_ranks: int
     num_kv_heads: int
+
+    def slice(self, size: int) -> slice:
+        """Return the rank's slice of `size` experts or inner columns."""
+        mine = contiguous_slice(size, self.num_ranks, self.role_rank)
+        return slice(mine.start, mine.stop)
 
 
 def open_weights(folder: Path, shape: ModelShape, *, seed: int = 0, is_random: bool = False) -> WeightSource:
@@ -80,13 +85,13 @@ def check_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]], shape: M
 
 def load_attention(model: AttentionModel, source: WeightSource, shape: ModelShape) -> LoadReport:
     """Fill an attention rank's model; nothing of the FFN is read but the router, if it is here."""
-    cut = _Cut(experts=range(0), columns=range(0), num_kv_heads=shape.num_kv_heads)
+    cut = _Cut(0, 1, shape.num_kv_heads)
     return _load(model.weights(), Role.ATTENTION, source, shape, cut)
 
 
 def load_ffn(model: FfnModel, source: WeightSource, shape: ModelShape) -> LoadReport:
-    """Fill an FFN rank's model; only its experts and its columns of dense MLPs are read."""
-    cut = _Cut(experts=model.expert_ids, columns=model.dense_columns, num_kv_heads=shape.num_kv_heads)
+    """Fill an FFN rank's model; only its experts and its columns of shared and dense MLPs are read."""
+    cut = _Cut(model.role_rank, model.num_ffn, shape.num_kv_heads)
     return _load(model.weights(), Role.FFN, source, shape, cut)
 
 
@@ -124,22 +129,23 @@ def _fill_qkv(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, c
 
 
 def _fill_gate_up(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    rows = slice(cut.columns.start, cut.columns.stop)
     for half, tensor in zip(parameter.chunk(2), rule.sources, strict=True):
-        half.copy_(source.read(tensor.name, (rows,)))
+        half.copy_(source.read(tensor.name, (cut.slice(tensor.shape[0]),)))
 
 
 def _fill_down(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    columns = slice(cut.columns.start, cut.columns.stop)
-    parameter.copy_(source.read(rule.sources[0].name, (_EVERYTHING, columns)))
+    (tensor,) = rule.sources
+    parameter.copy_(source.read(tensor.name, (_EVERYTHING, cut.slice(tensor.shape[1]))))
 
 
 def _fill_experts(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
     """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, one by one, or at once from a packed tensor."""
-    if rule.packed is not None and rule.packed.name in source.shapes:
-        parameter.copy_(source.read(rule.packed.name, (slice(cut.experts.start, cut.experts.stop),)))
+    assert rule.packed is not None
+    mine = cut.slice(rule.packed.shape[0])
+    if rule.packed.name in source.shapes:
+        parameter.copy_(source.read(rule.packed.name, (mine,)))
         return
-    for ours, expert in zip(parameter, cut.experts, strict=True):
+    for ours, expert in zip(parameter, range(mine.start, mine.stop), strict=True):
         for part, tensor in zip(ours.chunk(len(rule.sources)), rule.sources, strict=True):
             part.copy_(source.read(tensor.name.format(expert=expert), ()))
 

@@ -19,9 +19,7 @@ def run_experts(
     *,
     first_expert: int,
 ) -> torch.Tensor:
-    """Return the weighted sum of this rank's experts per row, [R, D] in the dtype of `hidden_RD`, summed in float32.
-
-    A row's sum is in the order of its choices.
+    """Return the weighted sum of this rank's experts per row, float32 [R, D], in the order of the row's choices.
 
     Args:
         gate_up_EXD: [E, 2 * I, D], gate before up.
@@ -37,7 +35,7 @@ def run_experts(
     weight_P = routing.topk_weights.flatten()[pair_P]
     y_RKD = torch.zeros(num_rows, top_k, hidden_RD.shape[1], dtype=torch.float32, device=hidden_RD.device)
     y_RKD.flatten(0, 1).index_copy_(0, pair_P, y_PD.float().mul_(weight_P[:, None]))
-    return y_RKD.sum(dim=1).to(hidden_RD.dtype)
+    return y_RKD.sum(dim=1)
 
 
 def run_experts_plain(
@@ -55,7 +53,7 @@ def run_experts_plain(
             if 0 <= expert - first_expert < len(gate_up_EXD):
                 inner_I = _swiglu(gate_up_EXD[expert - first_expert].float() @ hidden_RD[row].float())
                 sum_RD[row] += weight * (down_EDI[expert - first_expert].float() @ inner_I)
-    return sum_RD.to(hidden_RD.dtype)
+    return sum_RD
 
 
 def _own_pairs(routing: Routing, first_expert: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import make_random_qwen3_moe
+from family_configs import FAMILIES
+from models_for_tests import make_random_model, make_random_qwen3_moe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers_reference import TransformersReference
@@ -85,6 +86,23 @@ def shipped_expected() -> dict[str, list[int]]:
         end = next(place for place, token_id in enumerate(token_ids) if token_id in codec.eos_token_ids)
         expected[record["id"]] = token_ids[: end + 1]
     return expected
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "qwen3_moe"])
+def other_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, lines: list[dict]):
+    """A folder of one of the other families, and what transformers generates from it."""
+    folder = make_random_model(tmp_path_factory.mktemp("family"), 5, FAMILIES[request.param])
+    reference = TransformersReference(folder)
+    return folder, {(line["id"], 0): reference.generate(line["prompt_token_ids"], NUM_NEW) for line in lines}
+
+
+@pytest.mark.parametrize("gate", ["ffn", "attention"])
+@pytest.mark.parametrize("world", [(1, 1), (3, 2)], indirect=True, ids=["1a1f", "3a2f"])
+def test_split_gives_the_tokens_of_transformers_for_every_family(world, other_family, lines, tmp_path, gate) -> None:
+    (attention, ffn), ranks = world
+    folder, expected = other_family
+    sections = split(attention, ffn, stages=2, gate=gate)
+    assert tokens(decode(ranks, job_values(folder, tmp_path, lines, sections, sampling=GREEDY))) == expected
 
 
 def test_two_colocated_ranks_give_the_tokens_of_transformers(folder, lines, expected, tmp_path) -> None:

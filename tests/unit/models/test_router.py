@@ -2,28 +2,26 @@
 
 import pytest
 import torch
+from family_configs import QWEN3_MOE
 from megatron.core.process_groups_config import ProcessGroupCollection
-from models_for_tests import QWEN3_MOE_CONFIG
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from afd_megatron.families import family_for
 from afd_megatron.models.config import transformer_config
-from afd_megatron.models.router import SoftmaxRouter
+from afd_megatron.models.router import Router
 
 
-def make_router(
-    groups: ProcessGroupCollection, dtype: torch.dtype = torch.float32, **overrides: object
-) -> SoftmaxRouter:
-    config = QWEN3_MOE_CONFIG | overrides
+def make_router(groups: ProcessGroupCollection, dtype: torch.dtype = torch.float32, **overrides: object) -> Router:
+    config = QWEN3_MOE | overrides
     shape = family_for(config).read_shape(config)
-    return SoftmaxRouter(transformer_config(shape, dtype), groups).requires_grad_(False)
+    return Router(transformer_config(shape, dtype), groups, shape.router).requires_grad_(False)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_router_equals_transformers(norm_topk_prob: bool, groups: ProcessGroupCollection) -> None:
     router = make_router(groups, norm_topk_prob=norm_topk_prob)
-    theirs = Qwen3MoeTopKRouter(Qwen3MoeConfig(**QWEN3_MOE_CONFIG | {"norm_topk_prob": norm_topk_prob}))
+    theirs = Qwen3MoeTopKRouter(Qwen3MoeConfig(**QWEN3_MOE | {"norm_topk_prob": norm_topk_prob}))
     hidden_TD = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     router.weight.copy_(torch.randn(8, 64, generator=torch.Generator().manual_seed(2)) * 0.15)
     theirs.weight.data.copy_(router.weight)

@@ -4,18 +4,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_configs import FAMILIES, GLM4_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megatron.core.process_groups_config import ProcessGroupCollection
-from models_for_tests import OneProcess, Rows, make_random_qwen3_moe, make_stage
+from models_for_tests import OneProcess, Rows, make_random_model, make_stage
 from transformers import AutoModelForCausalLM
 
 NUM_TOKENS = 64
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, dict[str, object]] = {
-    "normalised": {"norm_topk_prob": True},
-    "not_normalised": {"norm_topk_prob": False},
-    "tied": {"tie_word_embeddings": True},
-    "dense_in_between": {"mlp_only_layers": [0, 2]},
-    "sparse_step_2": {"decoder_sparse_step": 2},
-    "one_kv_head_and_rope_base": {"num_key_value_heads": 1, "rope_theta": 1000000.0},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe not normalised": QWEN3_MOE | {"norm_topk_prob": False},
+    "qwen3_moe tied": QWEN3_MOE | {"tie_word_embeddings": True},
+    "qwen3_moe dense in between": QWEN3_MOE | {"mlp_only_layers": [0, 2]},
+    "qwen3_moe sparse step 2": QWEN3_MOE | {"decoder_sparse_step": 2},
+    "qwen3_moe one kv head and rope base": QWEN3_MOE | {"num_key_value_heads": 1, "rope_theta": 1000000.0},
+    "qwen3_moe yarn": QWEN3_MOE | {"rope_scaling": YARN},
+    "qwen3_moe yarn of other bounds": QWEN3_MOE | {"rope_scaling": YARN | {"beta_fast": 4, "truncate": False}},
+    "qwen2_moe": QWEN2_MOE,
+    "qwen2_moe normalised, tied": QWEN2_MOE | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "qwen2_moe no bias": QWEN2_MOE | {"qkv_bias": False},
+    "olmoe": OLMOE,
+    "olmoe not clipped": OLMOE | {"clip_qkv": None, "norm_topk_prob": True},
+    "olmoe all heads": OLMOE | {"num_key_value_heads": 4},
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe plain": GLM4_MOE | {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1},
+    "glm4_moe all rotated, not normalised": GLM4_MOE | {"partial_rotary_factor": 1.0, "norm_topk_prob": False},
 }
 
 
@@ -33,7 +46,7 @@ def some_tokens(seed: int, count: int = NUM_TOKENS) -> list[int]:
 def test_logits_equal_transformers_at_first_second_and_last_position(
     variant: str, tmp_path: Path, groups: ProcessGroupCollection
 ) -> None:
-    folder = make_random_qwen3_moe(tmp_path / "model", seed=1, **VARIANTS[variant])
+    folder = make_random_model(tmp_path / "model", 1, VARIANTS[variant])
     token_ids = some_tokens(2)
     expected = reference_logits(folder, token_ids)
     model = OneProcess(folder, groups)
@@ -47,10 +60,11 @@ def test_logits_equal_transformers_at_first_second_and_last_position(
 
 @pytest.mark.parametrize("gate_on_attention", [False, True])
 @pytest.mark.parametrize("num_ffn", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_partial_sums_of_ffn_ranks_give_the_same_logits(
-    num_ffn: int, gate_on_attention: bool, tmp_path: Path, groups: ProcessGroupCollection
+    family: str, num_ffn: int, gate_on_attention: bool, tmp_path: Path, groups: ProcessGroupCollection
 ) -> None:
-    folder = make_random_qwen3_moe(tmp_path / "model", seed=3, mlp_only_layers=[1])
+    folder = make_random_model(tmp_path / "model", 3, FAMILIES[family] | {"mlp_only_layers": [1]})
     token_ids = some_tokens(4, 12)
     model = OneProcess(folder, groups, num_ffn=num_ffn, gate_on_attention=gate_on_attention)
     logits = model.logits(make_stage(prefill=[Rows(token_ids, 0, [1, 2, 3])]))
