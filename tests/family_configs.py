@@ -64,4 +64,33 @@ GLM4_MOE = _COMMON | {
     "attention_bias": True,
     "num_nextn_predict_layers": 0,
 }
-FAMILIES = {str(config["model_type"]): config for config in (QWEN3_MOE, QWEN2_MOE, OLMOE, GLM4_MOE)}
+_LATENT = _COMMON | {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.4,
+}
+DEEPSEEK_V2 = _LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK_V3 = _LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
+FAMILIES = {
+    str(config["model_type"]): config for config in (QWEN3_MOE, QWEN2_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+}

@@ -28,7 +28,8 @@ class YarnShape:
     """Rotary frequencies stretched by `factor` beyond `original_max_positions`, cos and sin times `attention_factor`.
 
     Frequencies between `beta_fast` and `beta_slow` turns over the original context are blended; `truncate` rounds the
-    bounds of the blend to whole frequencies. Source: arXiv 2309.00071.
+    bounds of the blend to whole frequencies. Latent attention multiplies its scores by `latent_factor` as well.
+    Source: arXiv 2309.00071; DeepSeek-V2's and V3's own code for the last.
     """
 
     factor: float
@@ -36,6 +37,7 @@ class YarnShape:
     beta_fast: float
     beta_slow: float
     attention_factor: float
+    latent_factor: float
     truncate: bool
 
 
@@ -46,6 +48,22 @@ class RopeShape:
     theta: float
     num_dims: int
     yarn: YarnShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention: keys and values of all heads are made of one latent of `kv_rank` dims.
+
+    A head has `plain_dim` dims without position and `RopeShape.num_dims` with, whose key all heads share; its values
+    have `v_dim`. Queries come from a latent of `q_rank` dims, or straight from the hidden state if that is None.
+    `has_pairs_side_by_side`: dims 2 i and 2 i + 1 turn together, not i and i + num_dims / 2. Source: arXiv 2405.04434.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    v_dim: int
+    has_pairs_side_by_side: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +91,8 @@ class ModelShape:
 
     `is_moe_layer` has one flag per layer, 0-based. `moe_width`, `shared_width` and `dense_width` are the inner sizes of
     one expert, of all shared experts together (0: none) and of a dense MLP. With `has_shared_gate` the shared experts'
-    output is scaled row by row. Queries, keys and values are clipped to `qkv_clip` after the norm.
+    output is scaled row by row. Queries, keys and values are clipped to `qkv_clip` after the norm. With `latent` there
+    are as many KV heads as heads, and `head_dim` is that of queries and keys.
     """
 
     family: str
@@ -95,6 +114,7 @@ class ModelShape:
     qk_norm: QkNorm = QkNorm.NONE
     has_qkv_bias: bool = False
     qkv_clip: float | None = None
+    latent: LatentShape | None = None
     shared_width: int = 0
     has_shared_gate: bool = False
 

@@ -25,6 +25,9 @@ class Fields:
             return self._fault(name, value, f"an integer of at least {least}", least)
         return value
 
+    def optional_count(self, name: str) -> int | None:
+        return None if self._config.get(name) is None else self.count(name)
+
     def number(self, name: str, default: float | None = None, *, can_be_zero: bool = False) -> float:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -5,7 +5,7 @@ Source: transformers, models/glm4_moe. Its layers for predicting several tokens 
 
 from collections.abc import Mapping
 
-from afd_megatron.families import gqa
+from afd_megatron.families import decoder
 from afd_megatron.families.base import Family, ModelShape, QkNorm, RouterShape, Score, TensorRule
 from afd_megatron.families.fields import Fields
 from afd_megatron.families.rope import read_rope
@@ -18,7 +18,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
     max_positions = fields.count("max_position_embeddings", 131072)
     first_moe = fields.count("first_k_dense_replace", 1, least=0)
     moe_width = fields.count("moe_intermediate_size", 1408)
-    return gqa.read_shape(
+    return decoder.read_shape(
         fields,
         "glm4_moe",
         num_heads=num_heads,
@@ -48,11 +48,11 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
 
 
 def _tensor_rules(shape: ModelShape) -> tuple[TensorRule, ...]:
-    return gqa.tensor_rules(shape, shared="shared_experts")
+    return decoder.tensor_rules(shape, shared="shared_experts")
 
 
 def _ignored(shape: ModelShape) -> tuple[str, ...]:
-    return (*gqa.ignored(shape), f"model.layers.{shape.num_layers}.")
+    return (*decoder.ignored(shape), f"model.layers.{shape.num_layers}.")
 
 
 GLM4_MOE = Family(

@@ -5,7 +5,7 @@ Source: transformers, models/olmoe.
 
 from collections.abc import Mapping
 
-from afd_megatron.families import gqa
+from afd_megatron.families import decoder
 from afd_megatron.families.base import Family, ModelShape, QkNorm, RouterShape
 from afd_megatron.families.fields import Fields
 from afd_megatron.families.rope import read_rope
@@ -18,7 +18,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
     head_dim = max(1, fields.count("hidden_size", 2048) // num_heads)
     max_positions = fields.count("max_position_embeddings", 4096)
     width = fields.count("intermediate_size", 2048)
-    return gqa.read_shape(
+    return decoder.read_shape(
         fields,
         "olmoe",
         num_heads=num_heads,
@@ -41,6 +41,6 @@ OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     read_shape=_read_shape,
-    tensor_rules=gqa.tensor_rules,
-    ignored=gqa.ignored,
+    tensor_rules=decoder.tensor_rules,
+    ignored=decoder.ignored,
 )

@@ -5,7 +5,7 @@ Source: transformers, models/qwen2_moe.
 
 from collections.abc import Mapping
 
-from afd_megatron.families import gqa
+from afd_megatron.families import decoder
 from afd_megatron.families.base import Family, ModelShape, RouterShape, TensorRule
 from afd_megatron.families.fields import Fields
 from afd_megatron.families.rope import read_rope
@@ -17,7 +17,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
     num_heads = fields.count("num_attention_heads", 16)
     head_dim = max(1, fields.count("hidden_size", 2048) // num_heads)
     max_positions = fields.count("max_position_embeddings", 32768)
-    return gqa.read_shape(
+    return decoder.read_shape(
         fields,
         "qwen2_moe",
         num_heads=num_heads,
@@ -26,7 +26,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
         max_positions=max_positions,
         norm_eps=1e-6,
         rope=read_rope(fields, head_dim, max_positions),
-        is_moe_layer=gqa.sparse_layers(fields),
+        is_moe_layer=decoder.sparse_layers(fields),
         num_experts=fields.count("num_experts", 60),
         moe_width=fields.count("moe_intermediate_size", 1408),
         dense_width=fields.count("intermediate_size", 5632),
@@ -38,7 +38,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
 
 
 def _tensor_rules(shape: ModelShape) -> tuple[TensorRule, ...]:
-    return gqa.tensor_rules(shape, shared="shared_expert")
+    return decoder.tensor_rules(shape, shared="shared_expert")
 
 
 QWEN2_MOE = Family(
@@ -46,5 +46,5 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     read_shape=_read_shape,
     tensor_rules=_tensor_rules,
-    ignored=gqa.ignored,
+    ignored=decoder.ignored,
 )

@@ -49,17 +49,18 @@ def _read_yarn(section: Fields, name: str, max_positions: int) -> YarnShape:
     mscale = section.number(f"{name}.mscale", 0.0, can_be_zero=True)
     mscale_all = section.number(f"{name}.mscale_all_dim", 0.0, can_be_zero=True)
     is_relative = mscale > 0 and mscale_all > 0
-    inferred = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all) if is_relative else yarn_mscale(factor)
+    inferred = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all) if is_relative else _yarn_mscale(factor)
     return YarnShape(
         factor=factor,
         original_max_positions=original,
         beta_fast=section.number(f"{name}.beta_fast", 32.0),
         beta_slow=section.number(f"{name}.beta_slow", 1.0),
         attention_factor=section.number(f"{name}.attention_factor", inferred),
+        latent_factor=_yarn_mscale(factor, mscale_all) ** 2,
         truncate=section.flag(f"{name}.truncate", True),
     )
 
 
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return what YaRN multiplies attention by: 0.1 * mscale * ln(factor) + 1, or 1 without stretching."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from afd_megatron.engine.batch import PrefillChunk, StageBatch
 from afd_megatron.families.base import ModelShape, QkNorm
 from afd_megatron.models.kv_cache import KvCache
-from afd_megatron.models.rope import Rotation
+from afd_megatron.models.rope import Rotation, rotate
 
 
 class ChunkInputs(NamedTuple):
@@ -101,7 +101,7 @@ class PagedSelfAttention(SelfAttention):
             k_TG1H = self.k_layernorm(k_TG1H.flatten(1)).view(k_TG1H.shape)
         if self._qkv_clip is not None:
             q_TGQH, k_TG1H, v_TG1H = (x.clamp(-self._qkv_clip, self._qkv_clip) for x in (q_TGQH, k_TG1H, v_TG1H))
-        qk_TGXH = _rotate(torch.cat((q_TGQH, k_TG1H), dim=2), inputs)
+        qk_TGXH = rotate(torch.cat((q_TGQH, k_TG1H), dim=2), inputs.cos_T1R, inputs.sin_T1R)
         return qk_TGXH[:, :, :-1], qk_TGXH[:, :, -1], v_TG1H[:, :, 0]
 
 
@@ -130,16 +130,6 @@ def _chunk_context(chunk: PrefillChunk, block_size: int) -> ChunkInputs:
     entry_S = chunk.block_table_M[position_S // block_size] * block_size + position_S % block_size
     mask_CS = position_S <= position_S[chunk.position :, None] if chunk.position else None
     return ChunkInputs(chunk.start, chunk.end, entry_S, mask_CS)
-
-
-def _rotate(x_TGXH: torch.Tensor, inputs: StageInputs) -> torch.Tensor:
-    """Rotate pairs (i, i + R / 2) of the first R dims of every head by the row's position."""
-    num_dims = inputs.cos_T1R.shape[-1]
-    x_TGXR = x_TGXH[..., :num_dims]
-    first, second = x_TGXR.chunk(2, dim=-1)
-    rotated = torch.cat((second, first), dim=-1).mul_(inputs.sin_T1R[:, :, None])
-    rotated.addcmul_(x_TGXR, inputs.cos_T1R[:, :, None])
-    return rotated if num_dims == x_TGXH.shape[-1] else torch.cat((rotated, x_TGXH[..., num_dims:]), dim=-1)
 
 
 def _attend_decode(

@@ -23,6 +23,7 @@ from afd_megatron.families.base import ModelShape, QkNorm
 from afd_megatron.models.attention import PagedSelfAttention, StageInputs, prepare_stage
 from afd_megatron.models.config import transformer_config
 from afd_megatron.models.kv_cache import KvCache
+from afd_megatron.models.latent_attention import PagedLatentAttention
 from afd_megatron.models.rope import Rotation
 from afd_megatron.models.router import Router
 from afd_megatron.routing import Routing
@@ -111,21 +112,25 @@ class SplitLayer(TransformerLayer):
 
 
 def _block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
+    layer = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=_attention_spec(shape),
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=RemoteFfn,
+    )
+    specs = [ModuleSpec(SplitLayer, submodules=layer)] * shape.num_layers
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def _attention_spec(shape: ModelShape) -> ModuleSpec:
+    if shape.latent is not None:
+        return ModuleSpec(PagedLatentAttention, {"shape": shape})
     qk_norm = None if shape.qk_norm is QkNorm.NONE else WrappedTorchNorm
-    attention = SelfAttentionSubmodules(
+    submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=IdentityOp,  # PagedSelfAttention's own forward does it
         linear_proj=RowParallelLinear,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    layer = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm,
-        self_attention=ModuleSpec(
-            PagedSelfAttention, {"attn_mask_type": AttnMaskType.causal, "shape": shape}, attention
-        ),
-        pre_mlp_layernorm=WrappedTorchNorm,
-        mlp=RemoteFfn,
-    )
-    specs = [ModuleSpec(SplitLayer, submodules=layer)] * shape.num_layers
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+    return ModuleSpec(PagedSelfAttention, {"attn_mask_type": AttnMaskType.causal, "shape": shape}, submodules)

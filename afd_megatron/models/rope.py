@@ -1,4 +1,7 @@
-"""Rotary factors of positions. Knows no model, no attention. T rows, R rotated dims of a head."""
+"""Rotary positions: factors, and the turn itself. Knows no model.
+
+T rows, G x X heads, H head dim, R rotated dims of a head.
+"""
 
 import math
 
@@ -22,6 +25,15 @@ class Rotation:
         sin_TR = angle_TR.sin()
         sin_TR[:, : sin_TR.shape[1] // 2].neg_()
         return angle_TR.cos().mul_(self._factor).to(self._dtype), sin_TR.mul_(self._factor).to(self._dtype)
+
+
+def rotate(x_TGXH: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
+    """Turn pairs (i, i + R / 2) of the first R dims of every head by the row's factors."""
+    num_dims = cos_T1R.shape[-1]
+    x_TGXR = x_TGXH[..., :num_dims]
+    first, second = x_TGXR.chunk(2, dim=-1)
+    rotated = torch.cat((second, first), dim=-1).mul_(sin_T1R[:, :, None]).addcmul_(x_TGXR, cos_T1R[:, :, None])
+    return rotated if num_dims == x_TGXH.shape[-1] else torch.cat((rotated, x_TGXH[..., num_dims:]), dim=-1)
 
 
 def rope_frequencies(shape: RopeShape) -> torch.Tensor:

@@ -81,7 +81,9 @@ def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], [], None, "Qwen3MoeForCausalLM"])
 def test_unknown_architecture_is_refused_and_the_known_ones_listed(architectures: object) -> None:
-    with pytest.raises(ConfigError, match=r"architectures: .*\(allowed: Glm4MoeForCausalLM, .*Qwen3MoeForCausalLM\)"):
+    with pytest.raises(
+        ConfigError, match=r"architectures: .*\(allowed: DeepseekV2ForCausalLM, .*Qwen3MoeForCausalLM\)"
+    ):
         read(architectures=architectures)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_configs import FAMILIES, GLM4_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE
+from family_configs import DEEPSEEK_V2, DEEPSEEK_V3, FAMILIES, GLM4_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from models_for_tests import OneProcess, Rows, make_random_model, make_stage
 from transformers import AutoModelForCausalLM
@@ -29,6 +29,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "glm4_moe": GLM4_MOE,
     "glm4_moe plain": GLM4_MOE | {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1},
     "glm4_moe all rotated, not normalised": GLM4_MOE | {"partial_rotary_factor": 1.0, "norm_topk_prob": False},
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2 greedy, no query latent": DEEPSEEK_V2 | {"topk_method": "greedy", "q_lora_rank": None},
+    "deepseek_v2 yarn": DEEPSEEK_V2 | {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3 halves, not normalised": DEEPSEEK_V3 | {"rope_interleave": False, "norm_topk_prob": False},
+    "deepseek_v3 yarn": DEEPSEEK_V3 | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    "deepseek_v3 yarn without mscale": DEEPSEEK_V3 | {"rope_scaling": YARN},
+    "deepseek_v3 one group of 3, tied": DEEPSEEK_V3 | {"n_group": 3, "topk_group": 1, "tie_word_embeddings": True},
 }
 
 
@@ -69,3 +77,13 @@ def test_partial_sums_of_ffn_ranks_give_the_same_logits(
     model = OneProcess(folder, groups, num_ffn=num_ffn, gate_on_attention=gate_on_attention)
     logits = model.logits(make_stage(prefill=[Rows(token_ids, 0, [1, 2, 3])]))
     torch.testing.assert_close(logits, reference_logits(folder, token_ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_caches_the_latent_and_one_rotated_key(
+    family: str, tmp_path: Path, groups: ProcessGroupCollection
+) -> None:
+    config = FAMILIES[family]
+    model = OneProcess(make_random_model(tmp_path / "model", 3, config), groups, num_blocks=7)
+    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    assert model.cache.num_bytes == config["num_hidden_layers"] * 7 * model.cache.block_size * width * 4

@@ -1,6 +1,6 @@
-"""What families with grouped-query attention share: fields of their configs, names of their tensors.
+"""What the families share: fields of their configs, names of their tensors. Knows no family, no torch, no Megatron.
 
-Source: transformers, where these models are written after Llama. Knows no family, no torch, no Megatron.
+Source: transformers, where these models are written after Llama, those with latent attention after DeepSeek-V2.
 """
 
 from collections.abc import Iterator
@@ -95,47 +95,66 @@ def tensor_rules(
         shared: what the shared experts are called, if there are any.
     """
     hidden = shape.hidden_size
-    embedding = HfTensor("model.embed_tokens.weight", (shape.vocab_size, hidden))
-    head = HfTensor("lm_head.weight", (shape.vocab_size, hidden))
-    norm = HfTensor("model.norm.weight", (hidden,))
-    rules = [TensorRule("embedding.word_embeddings.weight", (embedding,), Layout.COPY, Role.ATTENTION)]
+    rules = [_copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape.vocab_size, hidden)]
     for layer, is_moe in enumerate(shape.is_moe_layer):
         ours, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        rules += _attention_rules(shape, ours, hf)
+        rules += _norm_rules(shape, ours, hf)
+        attention_rules = _attention_rules if shape.latent is None else _latent_rules
+        rules += attention_rules(shape, f"{ours}self_attention.", f"{hf}self_attn.")
         if is_moe:
             rules += _moe_rules(shape, f"{ours}mlp.", hf + moe, expert_names or _MLP_NAMES)
             rules += _shared_rules(shape, f"{ours}mlp.", f"{hf}mlp.", shared)
         else:
             rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden)
-    rules.append(TensorRule("decoder.final_layernorm.weight", (norm,), Layout.COPY, Role.ATTENTION))
+    rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     if not shape.has_tied_embeddings:
-        rules.append(TensorRule("output_layer.weight", (head,), Layout.COPY, Role.ATTENTION))
+        rules.append(_copy("output_layer.weight", "lm_head.weight", shape.vocab_size, hidden))
     return tuple(rules)
 
 
 _MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
+def _norm_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
+    for name, source in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
+        yield _copy(f"{ours}{name}.weight", f"{hf}{source}.weight", shape.hidden_size)
+
+
 def _attention_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
     hidden = shape.hidden_size
     sizes = {"q": shape.num_heads * shape.head_dim, "k": shape.num_kv_heads * shape.head_dim}
     sizes["v"] = sizes["k"]
-    copies = {
-        "input_layernorm.weight": HfTensor(f"{hf}input_layernorm.weight", (hidden,)),
-        "pre_mlp_layernorm.weight": HfTensor(f"{hf}post_attention_layernorm.weight", (hidden,)),
-        "self_attention.linear_proj.weight": HfTensor(f"{hf}self_attn.o_proj.weight", (hidden, sizes["q"])),
-    }
     if shape.qk_norm is not QkNorm.NONE:
         for part in ("q", "k"):
             size = shape.head_dim if shape.qk_norm is QkNorm.HEAD else sizes[part]
-            source = HfTensor(f"{hf}self_attn.{part}_norm.weight", (size,))
-            copies[f"self_attention.{part}_layernorm.weight"] = source
-    for name, source in copies.items():
-        yield TensorRule(ours + name, (source,), Layout.COPY, Role.ATTENTION)
+            yield _copy(f"{ours}{part}_layernorm.weight", f"{hf}{part}_norm.weight", size)
     for kind, inner in (("weight", (hidden,)), ("bias", ())):
         if kind == "weight" or shape.has_qkv_bias:
-            qkv = tuple(HfTensor(f"{hf}self_attn.{part}_proj.{kind}", (size, *inner)) for part, size in sizes.items())
-            yield TensorRule(f"{ours}self_attention.linear_qkv.{kind}", qkv, Layout.QKV, Role.ATTENTION)
+            qkv = tuple(HfTensor(f"{hf}{part}_proj.{kind}", (size, *inner)) for part, size in sizes.items())
+            yield TensorRule(f"{ours}linear_qkv.{kind}", qkv, Layout.QKV, Role.ATTENTION)
+    yield _copy(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, sizes["q"])
+
+
+def _latent_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
+    latent, hidden, num_heads = shape.latent, shape.hidden_size, shape.num_heads
+    assert latent is not None
+    if latent.q_rank is None:
+        yield _copy(f"{ours}linear_q_proj.weight", f"{hf}q_proj.weight", num_heads * shape.head_dim, hidden)
+    else:
+        yield _copy(f"{ours}linear_q_down_proj.weight", f"{hf}q_a_proj.weight", latent.q_rank, hidden)
+        yield _copy(f"{ours}q_layernorm.weight", f"{hf}q_a_layernorm.weight", latent.q_rank)
+        out = num_heads * shape.head_dim
+        yield _copy(f"{ours}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", out, latent.q_rank)
+    down = latent.kv_rank + shape.rope.num_dims
+    yield _copy(f"{ours}linear_kv_down_proj.weight", f"{hf}kv_a_proj_with_mqa.weight", down, hidden)
+    yield _copy(f"{ours}kv_layernorm.weight", f"{hf}kv_a_layernorm.weight", latent.kv_rank)
+    up = num_heads * (latent.plain_dim + latent.v_dim)
+    yield _copy(f"{ours}linear_kv_up_proj.weight", f"{hf}kv_b_proj.weight", up, latent.kv_rank)
+    yield _copy(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, num_heads * latent.v_dim)
+
+
+def _copy(ours: str, hf: str, *size: int) -> TensorRule:
+    return TensorRule(ours, (HfTensor(hf, size),), Layout.COPY, Role.ATTENTION)
 
 
 def _moe_rules(shape: ModelShape, ours: str, hf: str, names: tuple[str, str, str]) -> Iterator[TensorRule]:
