@@ -91,6 +91,32 @@ DEEPSEEK_V3 = _LATENT | {
     "topk_group": 2,
     "num_nextn_predict_layers": 0,
 }
+GPT_OSS = _COMMON | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "sliding_window": 20,
+    "attention_bias": True,
+    "swiglu_limit": 1.1,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+MIXTRAL = _COMMON | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": 48,
+    "num_local_experts": 8,
+    "sliding_window": None,
+}
 FAMILIES = {
-    str(config["model_type"]): config for config in (QWEN3_MOE, QWEN2_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+    str(config["model_type"]): config
+    for config in (QWEN3_MOE, QWEN2_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL)
 }

@@ -9,13 +9,14 @@ from afd_megatron.families.base import Family, ModelShape
 from afd_megatron.families.deepseek_v2 import DEEPSEEK_V2
 from afd_megatron.families.deepseek_v3 import DEEPSEEK_V3
 from afd_megatron.families.glm4_moe import GLM4_MOE
+from afd_megatron.families.gpt_oss import GPT_OSS
+from afd_megatron.families.mixtral import MIXTRAL
 from afd_megatron.families.olmoe import OLMOE
 from afd_megatron.families.qwen2_moe import QWEN2_MOE
 from afd_megatron.families.qwen3_moe import QWEN3_MOE
 
-_FAMILIES = {
-    family.architecture: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE)
-}
+_ALL = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)
+_FAMILIES = {family.architecture: family for family in _ALL}
 
 
 def family_for(config: Mapping[str, object]) -> Family:

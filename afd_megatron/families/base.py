@@ -70,19 +70,28 @@ class LatentShape:
 class RouterShape:
     """How a row's `top_k` experts are chosen, and their weights.
 
-    With `has_bias` a learned bias is added to the scores for the choice alone. With more than one group only experts of
-    the `topk_groups` best groups can be chosen, a group being as good as the sum of its `group_top` best experts.
-    Weights are the chosen experts' scores, divided by their sum if `normalize_topk`, times `scale`.
+    With `has_logit_bias` a learned bias is part of the logits; with `has_bias` one is added to the scores for the
+    choice alone. With more than one group only experts of the `topk_groups` best groups can be chosen, a group being as
+    good as the sum of its `group_top` best experts. Weights are the chosen experts' scores, divided by their sum if
+    `normalize_topk`, times `scale`.
     """
 
     top_k: int
     normalize_topk: bool
     score: Score = Score.SOFTMAX
+    has_logit_bias: bool = False
     has_bias: bool = False
     num_groups: int = 1
     topk_groups: int = 1
     group_top: int = 1
     scale: float = 1.0
+
+
+class ClampedSwiglu(NamedTuple):
+    """The activation (up + 1) * gate * sigmoid(alpha * gate), gate cut above and up on both sides at `limit`."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,9 @@ class ModelShape:
     `is_moe_layer` has one flag per layer, 0-based. `moe_width`, `shared_width` and `dense_width` are the inner sizes of
     one expert, of all shared experts together (0: none) and of a dense MLP. With `has_shared_gate` the shared experts'
     output is scaled row by row. Queries, keys and values are clipped to `qkv_clip` after the norm. With `latent` there
-    are as many KV heads as heads, and `head_dim` is that of queries and keys.
+    are as many KV heads as heads, and `head_dim` is that of queries and keys. `windows` has how many positions a row of
+    each layer sees, its own included, None for all. With `has_sinks` each head has a logit that takes part in its
+    softmax and has no value. `expert_activation` None is SwiGLU.
     """
 
     family: str
@@ -115,6 +126,11 @@ class ModelShape:
     has_qkv_bias: bool = False
     qkv_clip: float | None = None
     latent: LatentShape | None = None
+    windows: tuple[int | None, ...] | None = None
+    has_sinks: bool = False
+    has_output_bias: bool = False
+    has_expert_bias: bool = False
+    expert_activation: ClampedSwiglu | None = None
     shared_width: int = 0
     has_shared_gate: bool = False
 
@@ -125,7 +141,7 @@ class Layout(StrEnum):
     COPY: one tensor as it is. QKV: q, k, v interleaved by KV group (q.. k v per group). GATE_UP: gate rows over up
     rows, each cut to the rank's slice of the width. DOWN: columns cut to the rank's slice of the width.
     EXPERT_GATE_UP / EXPERT_DOWN: the rank's experts stacked, `{expert}` in the HF name stands for each of them, or one
-    packed tensor.
+    packed tensor. EXPERT_PAIRS: gate and up rows of a packed tensor take turns; it may be a vector per expert.
     """
 
     COPY = "copy"
@@ -134,6 +150,7 @@ class Layout(StrEnum):
     DOWN = "down"
     EXPERT_GATE_UP = "expert_gate_up"
     EXPERT_DOWN = "expert_down"
+    EXPERT_PAIRS = "expert_pairs"
 
 
 class HfTensor(NamedTuple):
@@ -147,8 +164,9 @@ class HfTensor(NamedTuple):
 class TensorRule:
     """One tensor of ours: its Megatron name, layers counted over the whole model, its HF sources, its role.
 
-    `packed` is the one tensor that holds all experts and may be there instead of `sources`. A router (`is_router`)
-    belongs to the role that the gate is placed on.
+    `packed` is the one tensor that holds all experts and may be there instead of `sources`, which may be none; with
+    `is_turned` its matrices lie with the input dim first. A router (`is_router`) belongs to the role that the gate is
+    placed on.
     """
 
     name: str
@@ -157,9 +175,13 @@ class TensorRule:
     role: Role
     packed: HfTensor | None = None
     is_router: bool = False
+    is_turned: bool = False
 
     def tensors(self, num_experts: int) -> list[HfTensor]:
-        """Return the sources with the name of every expert written out."""
+        """Return the sources with the name of every expert written out, or the packed tensor if there are none."""
+        if not self.sources:
+            assert self.packed is not None
+            return [self.packed]
         return [
             HfTensor(source.name.format(expert=expert), source.shape)
             for source in self.sources

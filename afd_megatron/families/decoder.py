@@ -3,7 +3,7 @@
 Source: transformers, where these models are written after Llama, those with latent attention after DeepSeek-V2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from afd_megatron.families.base import HfTensor, Layout, ModelShape, QkNorm, RopeShape, TensorRule
@@ -84,16 +84,49 @@ def ignored(shape: ModelShape) -> tuple[str, ...]:
     return ("rotary_emb.inv_freq", *(("lm_head.weight",) if shape.has_tied_embeddings else ()))
 
 
-def tensor_rules(
-    shape: ModelShape, *, moe: str = "mlp.", expert_names: tuple[str, str, str] | None = None, shared: str = ""
-) -> tuple[TensorRule, ...]:
-    """Return the rules of the whole model.
+_MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def moe_rules(
+    shape: ModelShape,
+    ours: str,
+    hf: str,
+    *,
+    prefix: str = "mlp.",
+    names: tuple[str, str, str] = _MLP_NAMES,
+    shared: str = "",
+) -> Iterator[TensorRule]:
+    """Return the rules of a MoE layer's FFN.
 
     Args:
-        moe: what stands before the tensors of a MoE layer's FFN.
-        expert_names: gate, up and down of an expert, where they differ from those of a dense MLP.
+        ours: what stands before our names.
+        hf: what stands before the layer's HF names.
+        prefix: what stands before those of router and experts.
+        names: gate, up and down of an expert.
         shared: what the shared experts are called, if there are any.
     """
+    num_experts, hidden, width = shape.num_experts, shape.hidden_size, shape.moe_width
+    router = HfTensor(f"{hf}{prefix}gate.weight", (num_experts, hidden))
+    yield TensorRule(f"{ours}router.weight", (router,), Layout.COPY, Role.FFN, is_router=True)
+    if shape.router.has_bias:
+        bias = HfTensor(f"{hf}{prefix}gate.e_score_correction_bias", (num_experts,))
+        yield TensorRule(f"{ours}router.expert_bias", (bias,), Layout.COPY, Role.FFN, is_router=True)
+    gate_up, down = _mlp_sources(f"{hf}{prefix}experts.{{expert}}.", names, width, hidden)
+    packed_gate_up = HfTensor(f"{hf}{prefix}experts.gate_up_proj", (num_experts, 2 * width, hidden))
+    packed_down = HfTensor(f"{hf}{prefix}experts.down_proj", (num_experts, hidden, width))
+    yield TensorRule(f"{ours}experts.linear_fc1", gate_up, Layout.EXPERT_GATE_UP, Role.FFN, packed_gate_up)
+    yield TensorRule(f"{ours}experts.linear_fc2", down, Layout.EXPERT_DOWN, Role.FFN, packed_down)
+    if shape.shared_width:
+        yield from _mlp_rules(f"{ours}shared_experts.", f"{hf}mlp.{shared}.", shape.shared_width, hidden)
+    if shape.has_shared_gate:
+        gate = HfTensor(f"{hf}mlp.{shared}_gate.weight", (1, hidden))
+        yield TensorRule(f"{ours}shared_experts.gate_weight", (gate,), Layout.COPY, Role.FFN)
+
+
+def tensor_rules(
+    shape: ModelShape, moe_rules: Callable[[ModelShape, str, str], Iterator[TensorRule]] = moe_rules
+) -> tuple[TensorRule, ...]:
+    """Return the rules of the whole model, those of a MoE layer's FFN as `moe_rules(shape, ours, hf)` has them."""
     hidden = shape.hidden_size
     rules = [_copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape.vocab_size, hidden)]
     for layer, is_moe in enumerate(shape.is_moe_layer):
@@ -102,17 +135,13 @@ def tensor_rules(
         attention_rules = _attention_rules if shape.latent is None else _latent_rules
         rules += attention_rules(shape, f"{ours}self_attention.", f"{hf}self_attn.")
         if is_moe:
-            rules += _moe_rules(shape, f"{ours}mlp.", hf + moe, expert_names or _MLP_NAMES)
-            rules += _shared_rules(shape, f"{ours}mlp.", f"{hf}mlp.", shared)
+            rules += moe_rules(shape, f"{ours}mlp.", hf)
         else:
             rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden)
     rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     if not shape.has_tied_embeddings:
         rules.append(_copy("output_layer.weight", "lm_head.weight", shape.vocab_size, hidden))
     return tuple(rules)
-
-
-_MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def _norm_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
@@ -133,6 +162,10 @@ def _attention_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRu
             qkv = tuple(HfTensor(f"{hf}{part}_proj.{kind}", (size, *inner)) for part, size in sizes.items())
             yield TensorRule(f"{ours}linear_qkv.{kind}", qkv, Layout.QKV, Role.ATTENTION)
     yield _copy(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, sizes["q"])
+    if shape.has_output_bias:
+        yield _copy(f"{ours}linear_proj.bias", f"{hf}o_proj.bias", hidden)
+    if shape.has_sinks:
+        yield _copy(f"{ours}sinks", f"{hf}sinks", shape.num_heads)
 
 
 def _latent_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
@@ -155,28 +188,6 @@ def _latent_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]
 
 def _copy(ours: str, hf: str, *size: int) -> TensorRule:
     return TensorRule(ours, (HfTensor(hf, size),), Layout.COPY, Role.ATTENTION)
-
-
-def _moe_rules(shape: ModelShape, ours: str, hf: str, names: tuple[str, str, str]) -> Iterator[TensorRule]:
-    num_experts, hidden, width = shape.num_experts, shape.hidden_size, shape.moe_width
-    router = HfTensor(f"{hf}gate.weight", (num_experts, hidden))
-    yield TensorRule(f"{ours}router.weight", (router,), Layout.COPY, Role.FFN, is_router=True)
-    if shape.router.has_bias:
-        bias = HfTensor(f"{hf}gate.e_score_correction_bias", (num_experts,))
-        yield TensorRule(f"{ours}router.expert_bias", (bias,), Layout.COPY, Role.FFN, is_router=True)
-    gate_up, down = _mlp_sources(hf + "experts.{expert}.", names, width, hidden)
-    packed_gate_up = HfTensor(f"{hf}experts.gate_up_proj", (num_experts, 2 * width, hidden))
-    packed_down = HfTensor(f"{hf}experts.down_proj", (num_experts, hidden, width))
-    yield TensorRule(f"{ours}experts.linear_fc1", gate_up, Layout.EXPERT_GATE_UP, Role.FFN, packed_gate_up)
-    yield TensorRule(f"{ours}experts.linear_fc2", down, Layout.EXPERT_DOWN, Role.FFN, packed_down)
-
-
-def _shared_rules(shape: ModelShape, ours: str, hf: str, shared: str) -> Iterator[TensorRule]:
-    if shape.shared_width:
-        yield from _mlp_rules(f"{ours}shared_experts.", f"{hf}{shared}.", shape.shared_width, shape.hidden_size)
-    if shape.has_shared_gate:
-        gate = HfTensor(f"{hf}{shared}_gate.weight", (1, shape.hidden_size))
-        yield TensorRule(f"{ours}shared_experts.gate_weight", (gate,), Layout.COPY, Role.FFN)
 
 
 def _mlp_rules(ours: str, hf: str, width: int, hidden: int) -> Iterator[TensorRule]:

@@ -4,6 +4,7 @@ Source: transformers, models/deepseek_v2.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from afd_megatron.families import decoder
 from afd_megatron.families.base import Family, LatentShape, ModelShape, RouterShape, TensorRule
@@ -48,7 +49,7 @@ def read_deepseek(
 
 
 def tensor_rules(shape: ModelShape) -> tuple[TensorRule, ...]:
-    return decoder.tensor_rules(shape, shared="shared_experts")
+    return decoder.tensor_rules(shape, partial(decoder.moe_rules, shared="shared_experts"))
 
 
 def _read_shape(config: Mapping[str, object]) -> ModelShape:

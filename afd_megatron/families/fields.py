@@ -47,6 +47,13 @@ class Fields:
             return tuple(value)
         return self._fault(name, value, "a list of integers", ())
 
+    def texts(self, name: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+        """Read a list of words among `allowed`, empty by default."""
+        value = self._value(name, [])
+        if isinstance(value, list) and all(item in allowed for item in value):
+            return tuple(value)
+        return self._fault(name, value, f"a list of {', '.join(allowed)}", ())
+
     def section(self, name: str) -> "Fields | None":
         """Read a mapping, None if it is absent; its faults are gathered here."""
         value = self._value(name, {})

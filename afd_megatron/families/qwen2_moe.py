@@ -4,6 +4,7 @@ Source: transformers, models/qwen2_moe.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from afd_megatron.families import decoder
 from afd_megatron.families.base import Family, ModelShape, RouterShape, TensorRule
@@ -38,7 +39,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
 
 
 def _tensor_rules(shape: ModelShape) -> tuple[TensorRule, ...]:
-    return decoder.tensor_rules(shape, shared="shared_expert")
+    return decoder.tensor_rules(shape, partial(decoder.moe_rules, shared="shared_expert"))
 
 
 QWEN2_MOE = Family(

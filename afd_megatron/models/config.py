@@ -28,7 +28,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm is not QkNorm.NONE,
         add_qkv_bias=shape.has_qkv_bias,
-        add_bias_linear=False,
+        add_bias_linear=shape.has_output_bias,  # of o_proj; families with it have no dense MLP
         gated_linear_unit=True,
         activation_func=F.silu,
         attention_dropout=0.0,

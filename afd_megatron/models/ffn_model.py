@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from afd_megatron.families.base import ModelShape
 from afd_megatron.models.config import transformer_config
 from afd_megatron.models.router import Router
-from afd_megatron.ops.experts import run_experts
+from afd_megatron.ops.experts import ExpertBias, run_experts
 from afd_megatron.routing import Routing
 from afd_megatron.topology import contiguous_slice
 
@@ -90,7 +90,7 @@ class MoeFfn(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.router = Router(config, groups, shape.router) if has_router else None
-        self.experts = LocalExperts(config, expert_ids)
+        self.experts = LocalExperts(shape, config, expert_ids)
         self.shared_experts = None
         if shape.shared_width:
             self.shared_experts = SharedExperts(config, groups, shared_width, has_gate=shape.has_shared_gate)
@@ -108,17 +108,32 @@ class MoeFfn(MegatronModule):
 
 
 class LocalExperts(MegatronModule):
-    """Experts as two stacked parameters, [E, 2 * I, D] and [E, D, I]; their sum leaves in float32."""
+    """Experts as two stacked parameters, [E, 2 * I, D] and [E, D, I], with biases if wanted; their sum is float32."""
 
-    def __init__(self, config: TransformerConfig, expert_ids: range) -> None:
+    def __init__(self, shape: ModelShape, config: TransformerConfig, expert_ids: range) -> None:
         super().__init__(config)
         self._first_expert = expert_ids.start
+        self._activation = shape.expert_activation
         num_experts, hidden, width = len(expert_ids), config.hidden_size, config.moe_ffn_hidden_size
-        self.linear_fc1 = torch.nn.Parameter(torch.empty(num_experts, 2 * width, hidden, dtype=config.params_dtype))
-        self.linear_fc2 = torch.nn.Parameter(torch.empty(num_experts, hidden, width, dtype=config.params_dtype))
+
+        def parameter(*size: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(num_experts, *size, dtype=config.params_dtype))
+
+        self.linear_fc1, self.linear_fc2 = parameter(2 * width, hidden), parameter(hidden, width)
+        self._has_bias = shape.has_expert_bias
+        if self._has_bias:
+            self.linear_fc1_bias, self.linear_fc2_bias = parameter(2 * width), parameter(hidden)
 
     def forward(self, hidden_RD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return run_experts(hidden_RD, routing, self.linear_fc1, self.linear_fc2, first_expert=self._first_expert)
+        return run_experts(
+            hidden_RD,
+            routing,
+            self.linear_fc1,
+            self.linear_fc2,
+            first_expert=self._first_expert,
+            bias=ExpertBias(self.linear_fc1_bias, self.linear_fc2_bias) if self._has_bias else None,
+            activation=self._activation,
+        )
 
 
 class SlicedMlp(MLP):

@@ -15,7 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from afd_megatron.families.base import ModelShape
-from afd_megatron.models.attention import ChunkInputs, StageInputs
+from afd_megatron.models.attention import ChunkInputs, Context, StageInputs
 from afd_megatron.models.kv_cache import KvCache
 from afd_megatron.models.rope import rotate
 
@@ -85,11 +85,12 @@ class PagedLatentAttention(MegatronModule):
         plain_TNP, turned_TNR = self._queries(normed_TD, inputs)
         cache.write(layer, inputs.cache_index_T, self._entries(normed_TD, inputs))
         (entries,) = cache.layer(layer)
-        num_decode = len(inputs.entry_BS)
+        context = inputs.contexts[None]
+        num_decode = len(context.entry_BS)
         parts = []
         if num_decode:
-            parts.append(self._attend_decode(plain_TNP[:num_decode], turned_TNR[:num_decode], entries, inputs))
-        for chunk in inputs.chunks:
+            parts.append(self._attend_decode(plain_TNP[:num_decode], turned_TNR[:num_decode], entries, context))
+        for chunk in context.chunks:
             query_TNH = torch.cat((plain_TNP[chunk.start : chunk.end], turned_TNR[chunk.start : chunk.end]), dim=-1)
             parts.append(self._attend_chunk(query_TNH, entries, chunk))
         attended_TX = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -118,7 +119,7 @@ class PagedLatentAttention(MegatronModule):
         return rotate(x_TNR[:, :, None], inputs.cos_T1R, inputs.sin_T1R)[:, :, 0]
 
     def _attend_decode(
-        self, plain_BNP: torch.Tensor, turned_BNR: torch.Tensor, entries: torch.Tensor, inputs: StageInputs
+        self, plain_BNP: torch.Tensor, turned_BNR: torch.Tensor, entries: torch.Tensor, context: Context
     ) -> torch.Tensor:
         """Return [B, N * V]."""
         latent = self._latent
@@ -126,9 +127,9 @@ class PagedLatentAttention(MegatronModule):
         key_NPC, value_NVC = up_NXC.split((latent.plain_dim, latent.v_dim), dim=1)
         absorbed_BNC = torch.bmm(plain_BNP.transpose(0, 1), key_NPC).transpose(0, 1)
         query_B1NX = torch.cat((absorbed_BNC, turned_BNR), dim=-1)[:, None]
-        entry_B1SX = entries.index_select(0, inputs.entry_BS.view(-1)).view(*inputs.entry_BS.shape, -1)[:, None]
+        entry_B1SX = entries.index_select(0, context.entry_BS.view(-1)).view(*context.entry_BS.shape, -1)[:, None]
         attended_B1NC = F.scaled_dot_product_attention(
-            query_B1NX, entry_B1SX, entry_B1SX[..., : latent.kv_rank], inputs.mask_B11S, scale=self._scale
+            query_B1NX, entry_B1SX, entry_B1SX[..., : latent.kv_rank], context.mask_B11S, scale=self._scale
         )
         attended_NBV = torch.bmm(attended_B1NC[:, 0].transpose(0, 1), value_NVC.transpose(1, 2))
         return attended_NBV.transpose(0, 1).reshape(len(plain_BNP), -1)

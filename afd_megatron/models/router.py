@@ -20,14 +20,13 @@ class Router(TopKRouter):
         super().__init__(config, groups)
         self._shape = shape
         self.weight.data = self.weight.data.float()
-        self.expert_bias = None  # where the config does not know of a bias, Megatron has none
-        if shape.has_bias:
-            self.expert_bias = torch.nn.Parameter(torch.empty(len(self.weight), dtype=torch.float32))
+        self.expert_bias = self._bias() if shape.has_bias else None
+        self.bias = self._bias() if shape.has_logit_bias else None
 
     def forward(self, normed_TD: torch.Tensor) -> Routing:
         """Return each row's experts, best first; between equal scores the lowest id wins."""
         shape = self._shape
-        logits_TE = F.linear(normed_TD.float(), self.weight)
+        logits_TE = F.linear(normed_TD.float(), self.weight, self.bias)
         score_TE = logits_TE.softmax(dim=-1) if shape.score is Score.SOFTMAX else logits_TE.sigmoid()
         choice_TE = score_TE if self.expert_bias is None else score_TE + self.expert_bias
         if shape.num_groups > 1:
@@ -38,6 +37,9 @@ class Router(TopKRouter):
         if shape.normalize_topk:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(1e-20)
         return Routing(ids_TK.int(), weights_TK * shape.scale)
+
+    def _bias(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.empty(len(self.weight), dtype=torch.float32))
 
     def _of_best_groups(self, choice_TE: torch.Tensor) -> torch.Tensor:
         """Return the scores with those outside of each row's best groups at -inf."""

@@ -19,6 +19,7 @@ from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightS
 from afd_megatron.topology import Role, contiguous_slice
 
 _EVERYTHING = slice(None)
+_EXPERT_LAYOUTS = (Layout.EXPERT_GATE_UP, Layout.EXPERT_DOWN, Layout.EXPERT_PAIRS)
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -105,7 +106,7 @@ def _load(
     assert wanted <= weights.keys() <= rules.keys(), wanted ^ weights.keys()
     for name, parameter in weights.items():
         _FILL[rules[name].layout](parameter, rules[name], source, cut)
-    experts = [name for name in weights if rules[name].layout in (Layout.EXPERT_GATE_UP, Layout.EXPERT_DOWN)]
+    experts = [name for name in weights if rules[name].layout in _EXPERT_LAYOUTS]
     return LoadReport(
         weight_bytes=_num_bytes(weights.values()),
         expert_bytes=_num_bytes(weights[name] for name in experts),
@@ -143,11 +144,20 @@ def _fill_experts(parameter: torch.Tensor, rule: TensorRule, source: WeightSourc
     assert rule.packed is not None
     mine = cut.slice(rule.packed.shape[0])
     if rule.packed.name in source.shapes:
-        parameter.copy_(source.read(rule.packed.name, (mine,)))
+        values = source.read(rule.packed.name, (mine,))
+        parameter.copy_(values.transpose(1, 2) if rule.is_turned else values)
         return
     for ours, expert in zip(parameter, range(mine.start, mine.stop), strict=True):
         for part, tensor in zip(ours.chunk(len(rule.sources)), rule.sources, strict=True):
             part.copy_(source.read(tensor.name.format(expert=expert), ()))
+
+
+def _fill_pairs(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    assert rule.packed is not None
+    values = source.read(rule.packed.name, (cut.slice(rule.packed.shape[0]),))
+    rows = values.transpose(1, 2) if rule.is_turned else values
+    for half, start in zip(parameter.chunk(2, dim=1), (0, 1), strict=True):
+        half.copy_(rows[:, start::2])
 
 
 _FILL: dict[Layout, Callable[[torch.Tensor, TensorRule, WeightSource, _Cut], None]] = {
@@ -157,4 +167,5 @@ _FILL: dict[Layout, Callable[[torch.Tensor, TensorRule, WeightSource, _Cut], Non
     Layout.DOWN: _fill_down,
     Layout.EXPERT_GATE_UP: _fill_experts,
     Layout.EXPERT_DOWN: _fill_experts,
+    Layout.EXPERT_PAIRS: _fill_pairs,
 }

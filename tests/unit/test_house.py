@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 # From a request to its token, on both roles of the gloo job. What runs before the first request is not in it: the
-# command, the config, joining the world, loading weights, reading the input.
+# command, the config, joining the world, building the model, loading weights, reading the input. Latent attention is
+# the same way once more, in models/latent_attention.py.
 READING_PATH = [
     "plan.py",
     "pipeline.py",
@@ -37,9 +38,9 @@ READING_PATH = [
     "engine/sampler.py",
     "engine/balance.py",
     "engine/clock.py",
-    "models/config.py",
     "models/attention_model.py",
     "models/attention.py",
+    "models/rope.py",
     "models/kv_cache.py",
     "models/router.py",
     "models/ffn_model.py",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_configs import DEEPSEEK_V2, DEEPSEEK_V3, FAMILIES, GLM4_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE
+from family_configs import DEEPSEEK_V2, DEEPSEEK_V3, FAMILIES, GLM4_MOE, GPT_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from models_for_tests import OneProcess, Rows, make_random_model, make_stage
 from transformers import AutoModelForCausalLM
@@ -37,6 +37,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "deepseek_v3 yarn": DEEPSEEK_V3 | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "deepseek_v3 yarn without mscale": DEEPSEEK_V3 | {"rope_scaling": YARN},
     "deepseek_v3 one group of 3, tied": DEEPSEEK_V3 | {"n_group": 3, "topk_group": 1, "tie_word_embeddings": True},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss windows everywhere": GPT_OSS | {"layer_types": ["sliding_attention"] * 3, "sliding_window": 7},
+    "gpt_oss no window, tied": GPT_OSS | {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    "mixtral": MIXTRAL,
+    "mixtral window, tied": MIXTRAL | {"sliding_window": 30, "tie_word_embeddings": True, "head_dim": 24},
 }
 
 

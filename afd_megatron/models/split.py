@@ -1,0 +1,48 @@
+"""Megatron's module specs of the attention role: a GPT model whose layers have no MLP. Knows no weights, no forward."""
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from afd_megatron.families.base import ModelShape, QkNorm
+from afd_megatron.models.attention import PagedSelfAttention
+from afd_megatron.models.latent_attention import PagedLatentAttention
+from afd_megatron.models.router import Router
+
+
+class RemoteFfn(MegatronModule):
+    """Stands where a layer's MLP was, which the FFN ranks hold; `router` is set if the gate sits on attention."""
+
+    router: Router | None
+
+
+def block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
+    """Return the decoder's spec; its layers' attention runs over a paged cache, their FFN is elsewhere."""
+    layer = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=_attention_spec(shape),
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=RemoteFfn,
+    )
+    specs = [ModuleSpec(TransformerLayer, submodules=layer)] * shape.num_layers
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def _attention_spec(shape: ModelShape) -> ModuleSpec:
+    if shape.latent is not None:
+        return ModuleSpec(PagedLatentAttention, {"shape": shape})
+    qk_norm = None if shape.qk_norm is QkNorm.NONE else WrappedTorchNorm
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=IdentityOp,  # PagedSelfAttention's own forward does it
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    return ModuleSpec(PagedSelfAttention, {"attn_mask_type": AttnMaskType.causal, "shape": shape}, submodules)
