@@ -103,7 +103,8 @@ class ModelShape:
     output is scaled row by row. Queries, keys and values are clipped to `qkv_clip` after the norm. With `latent` there
     are as many KV heads as heads, and `head_dim` is that of queries and keys. `windows` has how many positions a row of
     each layer sees, its own included, None for all. With `has_sinks` each head has a logit that takes part in its
-    softmax and has no value. `expert_activation` None is SwiGLU.
+    softmax and has no value. `expert_activation` None is SwiGLU. `fp8_block` is rows and columns of the blocks in which
+    the checkpoint is scaled, if it is.
     """
 
     family: str
@@ -131,6 +132,7 @@ class ModelShape:
     has_output_bias: bool = False
     has_expert_bias: bool = False
     expert_activation: ClampedSwiglu | None = None
+    fp8_block: tuple[int, int] | None = None
     shared_width: int = 0
     has_shared_gate: bool = False
 

@@ -43,10 +43,10 @@ def read_shape(
         rope=rope,
         norm_eps=fields.number("rms_norm_eps", norm_eps),
         has_tied_embeddings=fields.flag("tie_word_embeddings", False),
+        fp8_block=_read_quantization(fields),
         **particular,
     )
     fields.require("hidden_act", "silu")
-    fields.require("quantization_config", None)
     fields.check(
         num_heads % num_kv_heads == 0,
         f"num_key_value_heads: {num_kv_heads} (allowed: a divisor of num_attention_heads {num_heads})",
@@ -71,6 +71,20 @@ def read_shape(
         )
     fields.raise_faults()
     return shape
+
+
+def _read_quantization(fields: Fields) -> tuple[int, int] | None:
+    """Read how the checkpoint is quantised; return the blocks of fp8. Activations are never quantised."""
+    section = fields.section("quantization_config")
+    if section is None or section.require("quantization_config.quant_method", "fp8", "mxfp4") == "mxfp4":
+        return None
+    section.require("quantization_config.fmt", "e4m3")
+    sizes = section.indices("quantization_config.weight_block_size")
+    is_block = len(sizes) == 2 and min(sizes) > 0
+    fields.check(
+        is_block, f"quantization_config.weight_block_size: {list(sizes)} (allowed: rows and columns of a block)"
+    )
+    return (sizes[0], sizes[1]) if is_block else None
 
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:

@@ -20,7 +20,9 @@ class WeightSource(Protocol):
     """Tensors by HF name. `shapes` has all of them; `num_bytes_read` counts what `read` returned so far."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    num_bytes_read: int
+
+    @property
+    def num_bytes_read(self) -> int: ...
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Return the part of a tensor, one slice per leading dimension, in the dtype of the source."""
@@ -69,14 +71,19 @@ class RandomSource:
         }
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         shape = self.shapes[name]
-        values = torch.randn(shape, generator=generator)
-        values = values.mul_(1.2 / shape[-1] ** 0.5) if len(shape) > 1 else values.mul_(0.1).add_("norm" in name)
-        values = values[part]
+        if len(shape) == 3:  # expert by expert, as they are read
+            experts = range(shape[0])[part[0] if part else slice(None)]
+            values = torch.stack([self._draw(f"{name} {expert}", shape[1:])[part[1:]] for expert in experts])
+        else:
+            values = self._draw(name, shape)[part]
         self.num_bytes_read += values.nbytes
         return values
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1))
+        return values.mul_(1.2 / shape[-1] ** 0.5) if len(shape) > 1 else values.mul_(0.1).add_("norm" in name)
 
 
 def _weight_files(folder: Path) -> list[Path]:

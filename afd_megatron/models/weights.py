@@ -15,6 +15,7 @@ from afd_megatron.families import family_of
 from afd_megatron.families.base import Layout, ModelShape, TensorRule
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
+from afd_megatron.models.quantized import DequantizedSource
 from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightSource
 from afd_megatron.topology import Role, contiguous_slice
 
@@ -54,7 +55,7 @@ def open_weights(folder: Path, shape: ModelShape, *, seed: int = 0, is_random: b
     """
     if is_random:
         return RandomSource(shape, seed)
-    source = SafetensorsSource(folder)
+    source = DequantizedSource(SafetensorsSource(folder), shape.fp8_block)
     check_complete(folder, source.shapes, shape)
     return source
 
@@ -140,24 +141,32 @@ def _fill_down(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, 
 
 
 def _fill_experts(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, one by one, or at once from a packed tensor."""
+    """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, or from a packed tensor, one expert at a time."""
     assert rule.packed is not None
     mine = cut.slice(rule.packed.shape[0])
-    if rule.packed.name in source.shapes:
-        values = source.read(rule.packed.name, (mine,))
-        parameter.copy_(values.transpose(1, 2) if rule.is_turned else values)
-        return
+    is_packed = rule.packed.name in source.shapes
     for ours, expert in zip(parameter, range(mine.start, mine.stop), strict=True):
+        if is_packed:
+            ours.copy_(_read_packed(rule, source, expert))
+            continue
         for part, tensor in zip(ours.chunk(len(rule.sources)), rule.sources, strict=True):
             part.copy_(source.read(tensor.name.format(expert=expert), ()))
 
 
 def _fill_pairs(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
     assert rule.packed is not None
-    values = source.read(rule.packed.name, (cut.slice(rule.packed.shape[0]),))
-    rows = values.transpose(1, 2) if rule.is_turned else values
-    for half, start in zip(parameter.chunk(2, dim=1), (0, 1), strict=True):
-        half.copy_(rows[:, start::2])
+    mine = cut.slice(rule.packed.shape[0])
+    for ours, expert in zip(parameter, range(mine.start, mine.stop), strict=True):
+        rows = _read_packed(rule, source, expert)
+        for half, start in zip(ours.chunk(2), (0, 1), strict=True):
+            half.copy_(rows[start::2])
+
+
+def _read_packed(rule: TensorRule, source: WeightSource, expert: int) -> torch.Tensor:
+    """Return one expert of a packed tensor, output rows first."""
+    assert rule.packed is not None
+    values = source.read(rule.packed.name, (slice(expert, expert + 1),))[0]
+    return values.t() if rule.is_turned else values
 
 
 _FILL: dict[Layout, Callable[[torch.Tensor, TensorRule, WeightSource, _Cut], None]] = {
