@@ -81,11 +81,12 @@ class RankParts:
             config.model.path, shape, seed=config.model.seed, is_random=config.model.load == "random"
         )
         self._gate_on_attention = config.pipeline.gate == "attention"
+        is_remote = shape.is_remote_layer(config.pipeline.boundary)
         layout = ExchangeLayout(
             hidden_size=shape.hidden_size,
             top_k=shape.router.top_k if self._gate_on_attention else 0,
             dtype=self._dtype,
-            num_layers=shape.num_layers,
+            last_layer=max(layer for layer, goes in enumerate(is_remote) if goes),
             num_stages=config.pipeline.stages,
             max_rows=self._rules.max_rows,
             unrouted_layers=frozenset(layer for layer, is_moe in enumerate(shape.is_moe_layer) if not is_moe),
@@ -106,6 +107,7 @@ class RankParts:
             role_rank=world.topology.role_rank(world.rank, Role.FFN),
             num_ffn=world.topology.num_ffn,
             has_router=not self._gate_on_attention,
+            boundary=self._config.pipeline.boundary,
         )
         self._note_loaded(Role.FFN, load_ffn(model, self._source, self._shape))
         assert self._ports.ffn is not None
@@ -143,7 +145,12 @@ class RankParts:
     def attention_worker(self, ffn: FfnStep | None, leader: Leader | None, stop: threading.Event) -> AttentionWorker:
         config, shape, engine = self._config, self._shape, self._config.engine
         model = AttentionModel(
-            shape, self._dtype, _DEVICE, self._groups[Role.ATTENTION], has_router=self._gate_on_attention
+            shape,
+            self._dtype,
+            _DEVICE,
+            self._groups[Role.ATTENTION],
+            has_router=self._gate_on_attention,
+            boundary=config.pipeline.boundary,
         )
         self._note_loaded(Role.ATTENTION, load_attention(model, self._source, shape))
         num_blocks = engine.num_kv_blocks + 1  # and the scratch block

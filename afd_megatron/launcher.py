@@ -171,6 +171,8 @@ def _model_faults(config: JobConfig) -> Iterator[Fault]:
     if config.topology.ffn.ep > shape.num_experts:
         text = f"{config.topology.ffn.ep} exceeds num_experts {shape.num_experts} (allowed: 1 to {shape.num_experts})"
         yield Fault(("topology.ffn.ep",), text)
+    if not any(shape.is_remote_layer(config.pipeline.boundary)):
+        yield Fault(("pipeline.boundary",), "moe leaves the FFN ranks nothing: no layer has experts (allowed: ffn)")
     if config.engine.max_context > shape.max_positions:
         text = f"{config.engine.max_context} exceeds the model's positions (allowed: 1 to {shape.max_positions})"
         yield Fault(("engine.max_context",), text)

@@ -53,7 +53,7 @@ class AttentionStep:
         hidden = [model.embed(stage.token_ids_T) for stage in stages]
         residual, normed = list(hidden), list(hidden)
         actions = attention_actions if self._ffn is None else colocated_actions
-        for kind, layer, stage in actions(model.num_layers, plan.num_stages):
+        for kind, layer, stage in actions(model.is_remote, plan.num_stages):
             if kind in (Kind.RECEIVE, Kind.EXPERTS, Kind.REPLY):
                 assert self._ffn is not None
                 self._ffn.act(kind, layer, stage)
@@ -65,6 +65,8 @@ class AttentionStep:
                 residual[stage], normed[stage] = model.attend(layer, hidden[stage], inputs[stage], self._cache)
             elif kind is Kind.DISPATCH:
                 port.dispatch(layer, stage, normed[stage], model.route(layer, normed[stage]))
+            elif kind is Kind.OWN_FFN:
+                hidden[stage] = model.finish(layer, residual[stage], model.own_ffn(layer, normed[stage]))
             else:
                 hidden[stage] = model.finish(layer, residual[stage], port.combine(layer, stage))
         rows = [hidden_TD[stage.sample_rows_N] for hidden_TD, stage in zip(hidden, stages, strict=True)]

@@ -218,7 +218,6 @@ NOT_YET = {
     "connector.kind": NotYet(("local", "gloo"), "connectors between GPUs"),
     "connector.reply_dtype": NotYet(("model",), "partial sums in float32 on the wire"),
     "pipeline.exchange": NotYet(("broadcast",), "sending a row only to FFN ranks with an expert it chose"),
-    "pipeline.boundary": NotYet(("ffn",), "dense layers on attention ranks"),
     "graphs.enabled": NotYet((False,), "CUDA graphs"),
     "engine.kv_memory_fraction": NotYet((0.9,), "a KV cache sized by GPU memory"),
     "job.resume": NotYet((False,), "resuming an unfinished output"),

@@ -23,13 +23,14 @@ class Dispatched(NamedTuple):
 class ExchangeLayout(NamedTuple):
     """What a port must know about the messages; `top_k` is 0 if the gate sits on the FFN.
 
-    Where it is not, rows of `unrouted_layers` (dense ones) still travel without routing.
+    Where it is not, rows of `unrouted_layers` (dense ones) still travel without routing. `last_layer` is the last one
+    whose rows travel at all.
     """
 
     hidden_size: int
     top_k: int
     dtype: torch.dtype
-    num_layers: int
+    last_layer: int
     num_stages: int
     max_rows: int
     unrouted_layers: frozenset[int] = frozenset()

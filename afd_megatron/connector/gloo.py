@@ -85,7 +85,7 @@ class GlooFfnPort(FfnPort):
         self.traffic = TrafficCounters()
         self._world = world
         self._timeout_s = timeout_s
-        self._num_layers = layout.num_layers
+        self._last_layer = layout.last_layer
         self._peers = world.topology.attention_ranks
         stages = range(layout.num_stages)
         self._incoming = [{peer: Message(layout, layout.top_k, world.job_id) for peer in self._peers} for _ in stages]
@@ -139,7 +139,7 @@ class GlooFfnPort(FfnPort):
                 world.wait(self._sends[stage][peer], peer, what, timeout_s=self._timeout_s)
             data = message.pack(self._sequence, layer, stage, partial_TD, None)
             self.traffic.sent(rows, message.payload_bytes(rows, layer))
-            if layer < self._num_layers - 1:
+            if layer < self._last_layer:
                 self._post_receive(stage, peer)
             if peer != world.rank:
                 self._sends[stage][peer] = world.send(data, peer, _tag(stage, is_reply=True))

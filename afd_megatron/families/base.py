@@ -136,6 +136,10 @@ class ModelShape:
     shared_width: int = 0
     has_shared_gate: bool = False
 
+    def is_remote_layer(self, boundary: str) -> tuple[bool, ...]:
+        """Return whose FFN is on FFN ranks: with the boundary "ffn" every layer's, with "moe" that of MoE layers."""
+        return self.is_moe_layer if boundary == "moe" else (True,) * self.num_layers
+
 
 class Layout(StrEnum):
     """How the HF tensors of a rule make ours.
@@ -167,8 +171,8 @@ class TensorRule:
     """One tensor of ours: its Megatron name, layers counted over the whole model, its HF sources, its role.
 
     `packed` is the one tensor that holds all experts and may be there instead of `sources`, which may be none; with
-    `is_turned` its matrices lie with the input dim first. A router (`is_router`) belongs to the role that the gate is
-    placed on.
+    `is_turned` its matrices lie with the input dim first. The job places what `is_movable`: the router by the gate, a
+    dense MLP by the boundary; `role` is where it is by default.
     """
 
     name: str
@@ -176,7 +180,7 @@ class TensorRule:
     layout: Layout
     role: Role
     packed: HfTensor | None = None
-    is_router: bool = False
+    is_movable: bool = False
     is_turned: bool = False
 
     def tensors(self, num_experts: int) -> list[HfTensor]:

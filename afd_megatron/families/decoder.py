@@ -121,10 +121,10 @@ def moe_rules(
     """
     num_experts, hidden, width = shape.num_experts, shape.hidden_size, shape.moe_width
     router = HfTensor(f"{hf}{prefix}gate.weight", (num_experts, hidden))
-    yield TensorRule(f"{ours}router.weight", (router,), Layout.COPY, Role.FFN, is_router=True)
+    yield TensorRule(f"{ours}router.weight", (router,), Layout.COPY, Role.FFN, is_movable=True)
     if shape.router.has_bias:
         bias = HfTensor(f"{hf}{prefix}gate.e_score_correction_bias", (num_experts,))
-        yield TensorRule(f"{ours}router.expert_bias", (bias,), Layout.COPY, Role.FFN, is_router=True)
+        yield TensorRule(f"{ours}router.expert_bias", (bias,), Layout.COPY, Role.FFN, is_movable=True)
     gate_up, down = _mlp_sources(f"{hf}{prefix}experts.{{expert}}.", names, width, hidden)
     packed_gate_up = HfTensor(f"{hf}{prefix}experts.gate_up_proj", (num_experts, 2 * width, hidden))
     packed_down = HfTensor(f"{hf}{prefix}experts.down_proj", (num_experts, hidden, width))
@@ -151,7 +151,7 @@ def tensor_rules(
         if is_moe:
             rules += moe_rules(shape, f"{ours}mlp.", hf)
         else:
-            rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden)
+            rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden, is_movable=True)
     rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     if not shape.has_tied_embeddings:
         rules.append(_copy("output_layer.weight", "lm_head.weight", shape.vocab_size, hidden))
@@ -204,10 +204,10 @@ def _copy(ours: str, hf: str, *size: int) -> TensorRule:
     return TensorRule(ours, (HfTensor(hf, size),), Layout.COPY, Role.ATTENTION)
 
 
-def _mlp_rules(ours: str, hf: str, width: int, hidden: int) -> Iterator[TensorRule]:
+def _mlp_rules(ours: str, hf: str, width: int, hidden: int, *, is_movable: bool = False) -> Iterator[TensorRule]:
     gate_up, down = _mlp_sources(hf, _MLP_NAMES, width, hidden)
-    yield TensorRule(f"{ours}linear_fc1.weight", gate_up, Layout.GATE_UP, Role.FFN)
-    yield TensorRule(f"{ours}linear_fc2.weight", down, Layout.DOWN, Role.FFN)
+    yield TensorRule(f"{ours}linear_fc1.weight", gate_up, Layout.GATE_UP, Role.FFN, is_movable=is_movable)
+    yield TensorRule(f"{ours}linear_fc2.weight", down, Layout.DOWN, Role.FFN, is_movable=is_movable)
 
 
 def _mlp_sources(

@@ -55,7 +55,7 @@ def _moe_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
     num_experts, hidden, width = shape.num_experts, shape.hidden_size, shape.moe_width
     for kind, size in (("weight", (num_experts, hidden)), ("bias", (num_experts,))):
         router = HfTensor(f"{hf}mlp.router.{kind}", size)
-        yield TensorRule(f"{ours}router.{kind}", (router,), Layout.COPY, Role.FFN, is_router=True)
+        yield TensorRule(f"{ours}router.{kind}", (router,), Layout.COPY, Role.FFN, is_movable=True)
     for name, source, layout, size in (
         ("linear_fc1", "gate_up_proj", Layout.EXPERT_PAIRS, (hidden, 2 * width)),
         ("linear_fc2", "down_proj", Layout.EXPERT_DOWN, (width, hidden)),

@@ -26,7 +26,7 @@ class FfnStep:
     def run(self, plan: StepPlan) -> None:
         """Run one step."""
         self.begin_step(plan)
-        for kind, layer, stage in ffn_actions(self._model.num_layers, plan.num_stages):
+        for kind, layer, stage in ffn_actions(self._model.is_remote, plan.num_stages):
             self.act(kind, layer, stage)
 
     def begin_step(self, plan: StepPlan) -> None:

@@ -3,8 +3,6 @@
 T rows of one stage, N rows whose logits are wanted, D hidden, V vocabulary. Knows no requests, no transport.
 """
 
-from collections.abc import Callable
-
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,8 +13,7 @@ from afd_megatron.models.attention import StageInputs, prepare_stage
 from afd_megatron.models.config import transformer_config
 from afd_megatron.models.kv_cache import KvCache
 from afd_megatron.models.rope import Rotation
-from afd_megatron.models.router import Router
-from afd_megatron.models.split import block_spec
+from afd_megatron.models.split import block_spec, place_ffn
 from afd_megatron.routing import Routing
 
 
@@ -35,6 +32,7 @@ class AttentionModel(GPTModel):
         groups: ProcessGroupCollection,
         *,
         has_router: bool,
+        boundary: str = "ffn",
     ) -> None:
         config = transformer_config(shape, dtype)
         with torch.device(device):
@@ -48,10 +46,9 @@ class AttentionModel(GPTModel):
                 position_embedding_type="none",  # rotary factors are ours, by row
                 pg_collection=groups,
             )
-            for layer, is_moe in zip(self.decoder.layers, shape.is_moe_layer, strict=True):
-                layer.mlp.router = Router(config, groups, shape.router) if has_router and is_moe else None
+            self.is_remote = shape.is_remote_layer(boundary)
+            place_ffn(self.decoder.layers, shape, config, groups, self.is_remote, has_router=has_router)
         self.requires_grad_(False).eval()
-        self.num_layers = shape.num_layers
         self._dtype = dtype
         self._windows = set(shape.windows or (None,))
         self._rotation = Rotation(shape.rope, dtype, device)
@@ -78,8 +75,12 @@ class AttentionModel(GPTModel):
 
     def route(self, layer: int, normed_TD: torch.Tensor) -> Routing | None:
         """Return the rows' experts; None in a dense layer, or if the gate sits on the FFN."""
-        router: Callable[[torch.Tensor], Routing] | None = self.decoder.layers[layer].mlp.router
-        return router(normed_TD) if router is not None else None
+        router = self.decoder.layers[layer].mlp.router
+        return None if router is None else router(normed_TD)
+
+    def own_ffn(self, layer: int, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Run the dense MLP of a layer whose FFN stays here; return [T, D]."""
+        return self.decoder.layers[layer].mlp(normed_TD)[0]
 
     def finish(self, layer: int, residual_TD: torch.Tensor, ffn_out_TD: torch.Tensor) -> torch.Tensor:
         """Run the second half of a layer; return hidden states [T, D]. (No bias, no dropout: one addition.)"""

@@ -3,18 +3,15 @@
 R rows of one stage from all attention ranks, D hidden, I width of an expert, E experts of this rank.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from afd_megatron.families.base import ModelShape
 from afd_megatron.models.config import transformer_config
+from afd_megatron.models.mlp import SlicedMlp
 from afd_megatron.models.router import Router
 from afd_megatron.ops.experts import ExpertBias, run_experts
 from afd_megatron.routing import Routing
@@ -38,10 +35,11 @@ class FfnModel(torch.nn.Module):
         role_rank: int,
         num_ffn: int,
         has_router: bool,
+        boundary: str = "ffn",
     ) -> None:
         super().__init__()
         config = transformer_config(shape, dtype)
-        self.num_layers = shape.num_layers
+        self.is_remote = shape.is_remote_layer(boundary)
         self.role_rank, self.num_ffn = role_rank, num_ffn
         self.expert_ids = contiguous_slice(shape.num_experts, num_ffn, role_rank)
         dense_columns = contiguous_slice(shape.dense_width, num_ffn, role_rank)
@@ -50,8 +48,8 @@ class FfnModel(torch.nn.Module):
             self.layers = torch.nn.ModuleList(
                 MoeFfn(shape, config, groups, self.expert_ids, len(shared_columns), has_router=has_router)
                 if is_moe
-                else SlicedMlp(config, groups, len(dense_columns))
-                for is_moe in shape.is_moe_layer
+                else (SlicedMlp(config, groups, len(dense_columns)) if is_remote else torch.nn.Identity())
+                for is_moe, is_remote in zip(shape.is_moe_layer, self.is_remote, strict=True)
             )
         self.requires_grad_(False).eval()
 
@@ -134,16 +132,6 @@ class LocalExperts(MegatronModule):
             bias=ExpertBias(self.linear_fc1_bias, self.linear_fc2_bias) if self._has_bias else None,
             activation=self._activation,
         )
-
-
-class SlicedMlp(MLP):
-    """`width` inner columns of Megatron's MLP, which takes the width from the config."""
-
-    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, width: int) -> None:
-        config = copy.copy(config)
-        config.ffn_hidden_size = width
-        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        super().__init__(config, submodules, ffn_hidden_size=width, tp_group=groups.tp)
 
 
 class SharedExperts(SlicedMlp):

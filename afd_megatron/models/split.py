@@ -1,5 +1,8 @@
-"""Megatron's module specs of the attention role: a GPT model whose layers have no MLP. Knows no weights, no forward."""
+"""What the attention role's GPT model is made of: layers without MLP, or with what of it stays. Knows no weights."""
 
+from collections.abc import Iterable, Sequence
+
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -8,11 +11,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from afd_megatron.families.base import ModelShape, QkNorm
 from afd_megatron.models.attention import PagedSelfAttention
 from afd_megatron.models.latent_attention import PagedLatentAttention
+from afd_megatron.models.mlp import SlicedMlp
 from afd_megatron.models.router import Router
 
 
@@ -32,6 +37,23 @@ def block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
     )
     specs = [ModuleSpec(TransformerLayer, submodules=layer)] * shape.num_layers
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def place_ffn(
+    layers: Iterable[TransformerLayer],
+    shape: ModelShape,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    is_remote: Sequence[bool],
+    *,
+    has_router: bool,
+) -> None:
+    """Give the layers what of their FFN stays on attention: a router, or the whole dense MLP."""
+    for layer, is_moe, goes in zip(layers, shape.is_moe_layer, is_remote, strict=True):
+        if goes:
+            layer.mlp.router = Router(config, groups, shape.router) if has_router and is_moe else None
+        else:
+            layer.mlp = SlicedMlp(config, groups, shape.dense_width)
 
 
 def _attention_spec(shape: ModelShape) -> ModuleSpec:

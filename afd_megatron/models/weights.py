@@ -86,7 +86,7 @@ def check_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]], shape: M
 
 
 def load_attention(model: AttentionModel, source: WeightSource, shape: ModelShape) -> LoadReport:
-    """Fill an attention rank's model; nothing of the FFN is read but the router, if it is here."""
+    """Fill an attention rank's model; nothing of the FFN is read but router and dense MLPs, if they are here."""
     cut = _Cut(0, 1, shape.num_kv_heads)
     return _load(model.weights(), Role.ATTENTION, source, shape, cut)
 
@@ -103,7 +103,7 @@ def _load(
 ) -> LoadReport:
     before = source.num_bytes_read
     rules = {rule.name: rule for rule in family_of(shape).tensor_rules(shape)}
-    wanted = {name for name, rule in rules.items() if rule.role is role and not rule.is_router}
+    wanted = {name for name, rule in rules.items() if rule.role is role and not rule.is_movable}
     assert wanted <= weights.keys() <= rules.keys(), wanted ^ weights.keys()
     for name, parameter in weights.items():
         _FILL[rules[name].layout](parameter, rules[name], source, cut)

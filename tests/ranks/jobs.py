@@ -14,11 +14,11 @@ from afd_megatron.observability.progress import Progress
 from tests.ranks.harness import Ranks
 
 
-def split(attention: int, ffn: int, *, stages: int = 1, gate: str = "ffn") -> dict[str, object]:
+def split(attention: int, ffn: int, *, stages: int = 1, gate: str = "ffn", boundary: str = "ffn") -> dict[str, object]:
     """Return the sections of a split job on few places and short chunks, so that requests wait and prompts are cut."""
     return {
         "topology": {"attention": {"dp": attention}, "ffn": {"ep": ffn}},
-        "pipeline": {"stages": stages, "gate": gate},
+        "pipeline": {"stages": stages, "gate": gate, "boundary": boundary},
         "engine": {"max_requests_per_rank": 3, "prefill_chunk": 24, "max_context": 128},
     }
 

@@ -46,7 +46,9 @@ class Case:
 
     @property
     def layout(self) -> ExchangeLayout:
-        return ExchangeLayout(self.hidden_size, self.top_k, self.dtype, self.num_layers, self.num_stages, self.max_rows)
+        return ExchangeLayout(
+            self.hidden_size, self.top_k, self.dtype, self.num_layers - 1, self.num_stages, self.max_rows
+        )
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -167,7 +169,7 @@ def serve(case: Case, ports: Ports, role_ranks: tuple[int | None, int | None]) -
     for plan in case.plans:
         for side in sides.values():
             side.begin_step(plan)
-        for kind, layer, stage in actions(case.num_layers, case.num_stages):
+        for kind, layer, stage in actions([True] * case.num_layers, case.num_stages):
             if case.delay_s:
                 time.sleep(case.delay_s * delays.choice((0, 0, 0, 1)))
             is_ffn = kind in (Kind.RECEIVE, Kind.EXPERTS, Kind.REPLY)

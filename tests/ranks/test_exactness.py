@@ -105,8 +105,22 @@ def test_split_gives_the_tokens_of_transformers_for_every_family(world, other_fa
     assert tokens(decode(ranks, job_values(folder, tmp_path, lines, sections, sampling=GREEDY))) == expected
 
 
-def test_two_colocated_ranks_give_the_tokens_of_transformers(folder, lines, expected, tmp_path) -> None:
-    sections = split(2, 2, stages=2)
+@pytest.mark.parametrize("gate", ["ffn", "attention"])
+def test_dense_layers_on_attention_give_the_same_tokens(world, folder, lines, expected, tmp_path, gate) -> None:
+    (attention, ffn), ranks = world
+    sections = split(attention, ffn, stages=2, gate=gate, boundary="moe")
+    values = job_values(folder, tmp_path, lines, sections, sampling=GREEDY)
+    assert tokens(decode(ranks, values)) == expected
+    sent = {report["role"]: report["rows_sent"] for report in read_summary(values)["ranks"]}
+    whole = job_values(folder, tmp_path / "whole", lines, split(attention, ffn, stages=2, gate=gate), sampling=GREEDY)
+    decode(ranks, whole)
+    sent_whole = {report["role"]: report["rows_sent"] for report in read_summary(whole)["ranks"]}
+    assert sent == {role: rows * 2 // 3 for role, rows in sent_whole.items()}  # one layer of three is dense
+
+
+@pytest.mark.parametrize("boundary", ["ffn", "moe"])
+def test_two_colocated_ranks_give_the_tokens_of_transformers(folder, lines, expected, tmp_path, boundary) -> None:
+    sections = split(2, 2, stages=2, boundary=boundary)
     sections["topology"]["colocated"] = True
     values = job_values(folder, tmp_path, lines, sections, sampling=GREEDY)
     with Ranks(2) as ranks:

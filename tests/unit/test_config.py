@@ -331,7 +331,7 @@ def test_the_output_may_not_be_the_input_under_another_name(faults: Faults, fold
     "override",
     ["model.load=torch_dist", "topology.attention.tp=2", "topology.ffn.tp=2", "topology.placement=spread",
      "connector.kind=nccl", "connector.kind=cuda_ipc", "connector.reply_dtype=float32", "pipeline.exchange=routed",
-     "pipeline.exchange=auto", "pipeline.boundary=moe", "graphs.enabled=true", "engine.kv_memory_fraction=0.5",
+     "pipeline.exchange=auto", "graphs.enabled=true", "engine.kv_memory_fraction=0.5",
      "job.resume=true", "observe.trace=t.json", "observe.metrics_port=9000", "launch.restarts=1"],
 )  # fmt: skip
 def test_what_does_not_exist_yet_is_refused_by_name(faults: Faults, override: str) -> None:

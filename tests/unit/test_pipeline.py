@@ -6,7 +6,7 @@ and holds it until the FFN rank is about to reply, or the attention rank about t
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -34,18 +34,19 @@ Rows = tuple[tuple[int, ...], ...]
 """Rows by stage and attention rank."""
 
 
-def program(topology: Topology, rank: int, rows: Rows, num_layers: int) -> Iterator[Step]:
+def program(topology: Topology, rank: int, rows: Rows, is_remote: Sequence[bool]) -> Iterator[Step]:
     """Yield what `rank` does on its channels; stages without rows and what a rank sends to itself have none."""
     roles = topology.roles(rank)
     order = attention_actions if roles == (Role.ATTENTION,) else ffn_actions
-    for kind, layer, stage in (colocated_actions if len(roles) == 2 else order)(num_layers, len(rows)):
+    for kind, layer, stage in (colocated_actions if len(roles) == 2 else order)(is_remote, len(rows)):
         attention = [peer for peer in topology.attention_ranks if rows[stage][peer] and peer != rank]
         ffn = [peer for peer in topology.ffn_ranks if peer != rank]
         message = (layer, stage)
         if kind is Kind.DISPATCH and rows[stage][rank]:
             for peer in ffn:
-                if layer > 0:
-                    yield Step(Move.FREE, ("reply", peer, rank), (layer - 1, stage))
+                if any(is_remote[:layer]):
+                    before = max(earlier for earlier in range(layer) if is_remote[earlier])
+                    yield Step(Move.FREE, ("reply", peer, rank), (before, stage))
                 yield Step(Move.SEND, ("dispatch", rank, peer), message)
         elif kind is Kind.COMBINE and rows[stage][rank]:
             yield from (Step(Move.TAKE, ("reply", peer, rank), message) for peer in ffn)
@@ -62,10 +63,10 @@ class Outcome(NamedTuple):
     has_send_waited: bool
 
 
-def simulate(topology: Topology, rows: Rows, num_layers: int, *, credits: int, seed: int) -> Outcome:
+def simulate(topology: Topology, rows: Rows, is_remote: Sequence[bool], *, credits: int, seed: int) -> Outcome:
     """Let the ranks go on in random order until all are done or none can."""
     ranks = range(topology.world_size)
-    programs = [deque(program(topology, rank, rows, num_layers)) for rank in ranks]
+    programs = [deque(program(topology, rank, rows, is_remote)) for rank in ranks]
     free: defaultdict[tuple[str, int, int], int] = defaultdict(lambda: credits)
     messages: defaultdict[tuple[str, int, int], deque[tuple[int, int]]] = defaultdict(deque)
     chance = random.Random(seed)
@@ -105,10 +106,12 @@ def jobs(draw: st.DrawFn) -> tuple[Topology, Rows]:
 
 
 @settings(deadline=None)
-@given(jobs(), st.integers(1, 4), st.integers(0, 2**32))
-def test_no_send_ever_waits_with_a_buffer_per_stage(job: tuple[Topology, Rows], num_layers: int, seed: int) -> None:
+@given(jobs(), st.lists(st.booleans(), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_no_send_ever_waits_with_a_buffer_per_stage(
+    job: tuple[Topology, Rows], is_remote: list[bool], seed: int
+) -> None:
     topology, rows = job
-    outcome = simulate(topology, rows, num_layers, credits=num_credits(len(rows)), seed=seed)
+    outcome = simulate(topology, rows, is_remote, credits=num_credits(len(rows)), seed=seed)
     assert outcome == Outcome(is_finished=True, has_send_waited=False)
 
 
@@ -117,31 +120,33 @@ def test_no_send_ever_waits_with_a_buffer_per_stage(job: tuple[Topology, Rows], 
 def test_colocated_ranks_deadlock_with_one_buffer_less(num_stages: int, num_ranks: int) -> None:
     topology = Topology(num_ranks, num_ranks, colocated=True)
     credits = num_credits(num_stages) - 1
-    assert not simulate(topology, full_rows(topology, num_stages), 1, credits=credits, seed=1).is_finished
+    assert not simulate(topology, full_rows(topology, num_stages), [True], credits=credits, seed=1).is_finished
 
 
 @pytest.mark.parametrize(("num_stages", "credits"), [(3, 1), (5, 2)])
 def test_split_ranks_deadlock_with_less_than_half_the_buffers(num_stages: int, credits: int) -> None:
     topology = Topology(1, 1)
-    assert not simulate(topology, full_rows(topology, num_stages), 2, credits=credits, seed=1).is_finished
+    assert not simulate(topology, full_rows(topology, num_stages), [True] * 2, credits=credits, seed=1).is_finished
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_split_sends_wait_with_one_buffer_less(num_stages: int) -> None:
     topology = Topology(2, 2)
     rows = full_rows(topology, num_stages)
-    assert any(simulate(topology, rows, 2, credits=num_stages - 1, seed=seed).has_send_waited for seed in range(20))
+    assert any(
+        simulate(topology, rows, [True] * 2, credits=num_stages - 1, seed=seed).has_send_waited for seed in range(20)
+    )
 
 
 @pytest.mark.parametrize("actions", [attention_actions, ffn_actions, colocated_actions])
 def test_every_action_comes_once_per_layer_and_stage(actions) -> None:
-    listed = list(actions(3, 2))
+    listed = list(actions([True] * 3, 2))
     kinds = {kind for kind, _, _ in listed}
     assert len(listed) == len(set(listed)) == len(kinds) * 3 * 2
 
 
 def test_next_stage_attends_while_one_is_with_the_ffn() -> None:
-    order = [(kind, stage) for kind, layer, stage in attention_actions(2, 2) if layer == 0]
+    order = [(kind, stage) for kind, layer, stage in attention_actions([True] * 2, 2) if layer == 0]
     assert order == [
         (Kind.ATTEND, 0),
         (Kind.DISPATCH, 0),
@@ -150,3 +155,14 @@ def test_next_stage_attends_while_one_is_with_the_ffn() -> None:
         (Kind.COMBINE, 0),
         (Kind.COMBINE, 1),
     ]
+
+
+def test_a_layer_whose_ffn_stays_is_neither_sent_nor_waited_for() -> None:
+    is_remote = [False, True, False]
+    kinds = [kind for kind, _, _ in attention_actions(is_remote, 1)]
+    assert kinds == [
+        *(Kind.ATTEND, Kind.OWN_FFN),
+        *(Kind.ATTEND, Kind.DISPATCH),
+        *(Kind.COMBINE, Kind.ATTEND, Kind.OWN_FFN),
+    ]
+    assert {layer for _, layer, _ in ffn_actions(is_remote, 1)} == {1}
