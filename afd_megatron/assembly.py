@@ -26,7 +26,7 @@ from afd_megatron.families import load_shape
 from afd_megatron.families.base import ModelShape
 from afd_megatron.ffn.step import FfnStep
 from afd_megatron.ffn.worker import FfnWorker
-from afd_megatron.launcher import job_topology
+from afd_megatron.launcher import job_topology, staying
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.kv_cache import KvCache
@@ -80,11 +80,11 @@ class RankParts:
         self._source = open_weights(
             config.model.path, shape, seed=config.model.seed, is_random=config.model.load == "random"
         )
-        self._gate_on_attention = config.pipeline.gate == "attention"
-        is_remote = shape.is_remote_layer(config.pipeline.boundary)
+        self._stays = staying(config)
+        is_remote = shape.is_remote_layer(self._stays)
         layout = ExchangeLayout(
             hidden_size=shape.hidden_size,
-            top_k=shape.router.top_k if self._gate_on_attention else 0,
+            top_k=shape.router.top_k if self._stays.router else 0,
             dtype=self._dtype,
             last_layer=max(layer for layer, goes in enumerate(is_remote) if goes),
             num_stages=config.pipeline.stages,
@@ -106,8 +106,7 @@ class RankParts:
             self._groups[Role.FFN],
             role_rank=world.topology.role_rank(world.rank, Role.FFN),
             num_ffn=world.topology.num_ffn,
-            has_router=not self._gate_on_attention,
-            boundary=self._config.pipeline.boundary,
+            stays=self._stays,
         )
         self._note_loaded(Role.FFN, load_ffn(model, self._source, self._shape))
         assert self._ports.ffn is not None
@@ -144,14 +143,7 @@ class RankParts:
 
     def attention_worker(self, ffn: FfnStep | None, leader: Leader | None, stop: threading.Event) -> AttentionWorker:
         config, shape, engine = self._config, self._shape, self._config.engine
-        model = AttentionModel(
-            shape,
-            self._dtype,
-            _DEVICE,
-            self._groups[Role.ATTENTION],
-            has_router=self._gate_on_attention,
-            boundary=config.pipeline.boundary,
-        )
+        model = AttentionModel(shape, self._dtype, _DEVICE, self._groups[Role.ATTENTION], self._stays)
         self._note_loaded(Role.ATTENTION, load_attention(model, self._source, shape))
         num_blocks = engine.num_kv_blocks + 1  # and the scratch block
         cache = KvCache(shape, num_blocks, engine.block_size, self._dtype, _DEVICE)

@@ -18,6 +18,7 @@ from afd_megatron.config import JobConfig
 from afd_megatron.config.load import Fault, read_job_file
 from afd_megatron.errors import ConfigError, ExitCode
 from afd_megatron.families import load_shape
+from afd_megatron.families.base import Staying
 from afd_megatron.supervisor import Ending, process_start, supervise
 from afd_megatron.topology import Role, Topology
 
@@ -99,6 +100,12 @@ def job_topology(config: JobConfig) -> Topology:
     return Topology(num_attention, num_ffn, topology.colocated or config.connector.kind == "local")
 
 
+def staying(config: JobConfig) -> Staying:
+    """Return what of the FFN the job leaves on attention ranks."""
+    pipeline = config.pipeline
+    return Staying(pipeline.gate == "attention", pipeline.boundary == "moe", pipeline.shared_experts == "attention")
+
+
 def needs_ranks_started(config: JobConfig, start: Start | None) -> bool:
     """Return whether this process is alone and the job wants more: `deepspeed` starts one rank on a CPU machine."""
     is_alone = start is None or (start.launcher == "deepspeed" and start.world_size == 1)
@@ -171,7 +178,7 @@ def _model_faults(config: JobConfig) -> Iterator[Fault]:
     if config.topology.ffn.ep > shape.num_experts:
         text = f"{config.topology.ffn.ep} exceeds num_experts {shape.num_experts} (allowed: 1 to {shape.num_experts})"
         yield Fault(("topology.ffn.ep",), text)
-    if not any(shape.is_remote_layer(config.pipeline.boundary)):
+    if not any(shape.is_remote_layer(staying(config))):
         yield Fault(("pipeline.boundary",), "moe leaves the FFN ranks nothing: no layer has experts (allowed: ffn)")
     if config.engine.max_context > shape.max_positions:
         text = f"{config.engine.max_context} exceeds the model's positions (allowed: 1 to {shape.max_positions})"

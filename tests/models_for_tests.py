@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from afd_megatron.engine.batch import PrefillChunk, StageBatch
 from afd_megatron.families import family_of, load_shape
-from afd_megatron.families.base import ModelShape
+from afd_megatron.families.base import ModelShape, Staying
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.kv_cache import KvCache
@@ -119,13 +119,12 @@ class OneProcess:
     ) -> None:
         self.shape = load_shape(folder)
         source = open_weights(folder, self.shape)
-        self.attention = AttentionModel(self.shape, dtype, CPU, groups, has_router=gate_on_attention)
+        stays = Staying(router=gate_on_attention)
+        self.attention = AttentionModel(self.shape, dtype, CPU, groups, stays)
         self.reports: list[LoadReport] = [load_attention(self.attention, source, self.shape)]
         self.ffn: list[FfnModel] = []
         for role_rank in range(num_ffn):
-            model = FfnModel(
-                self.shape, dtype, CPU, groups, role_rank=role_rank, num_ffn=num_ffn, has_router=not gate_on_attention
-            )
+            model = FfnModel(self.shape, dtype, CPU, groups, role_rank=role_rank, num_ffn=num_ffn, stays=stays)
             self.reports.append(load_ffn(model, source, self.shape))
             self.ffn.append(model)
         self.cache = KvCache(self.shape, num_blocks, BLOCK_SIZE, dtype, CPU)

@@ -65,6 +65,7 @@ class AttentionStep:
                 residual[stage], normed[stage] = model.attend(layer, hidden[stage], inputs[stage], self._cache)
             elif kind is Kind.DISPATCH:
                 port.dispatch(layer, stage, normed[stage], model.route(layer, normed[stage]))
+                residual[stage] = model.add_shared(layer, residual[stage], normed[stage])  # while the rows are away
             elif kind is Kind.OWN_FFN:
                 hidden[stage] = model.finish(layer, residual[stage], model.own_ffn(layer, normed[stage]))
             else:

@@ -74,6 +74,8 @@ class PipelineConfig(Section):
     """Which FFN ranks get a row: all, or those with an expert it chose."""
     boundary: Literal["ffn", "moe"] = "ffn"
     """What is remote: every MLP, or only those with experts."""
+    shared_experts: Literal["ffn", "attention"] = "ffn"
+    """Where the experts that every row passes run; on attention they do so while the row is with the others."""
 
 
 class GraphsConfig(Section):

@@ -136,9 +136,17 @@ class ModelShape:
     shared_width: int = 0
     has_shared_gate: bool = False
 
-    def is_remote_layer(self, boundary: str) -> tuple[bool, ...]:
-        """Return whose FFN is on FFN ranks: with the boundary "ffn" every layer's, with "moe" that of MoE layers."""
-        return self.is_moe_layer if boundary == "moe" else (True,) * self.num_layers
+    def is_remote_layer(self, stays: "Staying") -> tuple[bool, ...]:
+        """Return a flag per layer: whether its rows travel to FFN ranks."""
+        return self.is_moe_layer if stays.dense else (True,) * self.num_layers
+
+
+class Staying(NamedTuple):
+    """What of the FFN stays on attention ranks: the routers, the MLPs of dense layers, the shared experts."""
+
+    router: bool = False
+    dense: bool = False
+    shared: bool = False
 
 
 class Layout(StrEnum):
@@ -171,8 +179,8 @@ class TensorRule:
     """One tensor of ours: its Megatron name, layers counted over the whole model, its HF sources, its role.
 
     `packed` is the one tensor that holds all experts and may be there instead of `sources`, which may be none; with
-    `is_turned` its matrices lie with the input dim first. The job places what `is_movable`: the router by the gate, a
-    dense MLP by the boundary; `role` is where it is by default.
+    `is_turned` its matrices lie with the input dim first. What `is_movable` may stay on attention (`Staying`) and is on
+    `role` by default.
     """
 
     name: str

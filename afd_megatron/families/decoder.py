@@ -134,7 +134,7 @@ def moe_rules(
         yield from _mlp_rules(f"{ours}shared_experts.", f"{hf}mlp.{shared}.", shape.shared_width, hidden)
     if shape.has_shared_gate:
         gate = HfTensor(f"{hf}mlp.{shared}_gate.weight", (1, hidden))
-        yield TensorRule(f"{ours}shared_experts.gate_weight", (gate,), Layout.COPY, Role.FFN)
+        yield TensorRule(f"{ours}shared_experts.gate_weight", (gate,), Layout.COPY, Role.FFN, is_movable=True)
 
 
 def tensor_rules(
@@ -151,7 +151,7 @@ def tensor_rules(
         if is_moe:
             rules += moe_rules(shape, f"{ours}mlp.", hf)
         else:
-            rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden, is_movable=True)
+            rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden)
     rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     if not shape.has_tied_embeddings:
         rules.append(_copy("output_layer.weight", "lm_head.weight", shape.vocab_size, hidden))
@@ -204,10 +204,10 @@ def _copy(ours: str, hf: str, *size: int) -> TensorRule:
     return TensorRule(ours, (HfTensor(hf, size),), Layout.COPY, Role.ATTENTION)
 
 
-def _mlp_rules(ours: str, hf: str, width: int, hidden: int, *, is_movable: bool = False) -> Iterator[TensorRule]:
+def _mlp_rules(ours: str, hf: str, width: int, hidden: int) -> Iterator[TensorRule]:
     gate_up, down = _mlp_sources(hf, _MLP_NAMES, width, hidden)
-    yield TensorRule(f"{ours}linear_fc1.weight", gate_up, Layout.GATE_UP, Role.FFN, is_movable=is_movable)
-    yield TensorRule(f"{ours}linear_fc2.weight", down, Layout.DOWN, Role.FFN, is_movable=is_movable)
+    yield TensorRule(f"{ours}linear_fc1.weight", gate_up, Layout.GATE_UP, Role.FFN, is_movable=True)
+    yield TensorRule(f"{ours}linear_fc2.weight", down, Layout.DOWN, Role.FFN, is_movable=True)
 
 
 def _mlp_sources(

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from afd_megatron.engine.batch import StageBatch
-from afd_megatron.families.base import ModelShape
+from afd_megatron.families.base import ModelShape, Staying
 from afd_megatron.models.attention import StageInputs, prepare_stage
 from afd_megatron.models.config import transformer_config
 from afd_megatron.models.kv_cache import KvCache
@@ -30,9 +30,7 @@ class AttentionModel(GPTModel):
         dtype: torch.dtype,
         device: torch.device,
         groups: ProcessGroupCollection,
-        *,
-        has_router: bool,
-        boundary: str = "ffn",
+        stays: Staying,
     ) -> None:
         config = transformer_config(shape, dtype)
         with torch.device(device):
@@ -46,8 +44,8 @@ class AttentionModel(GPTModel):
                 position_embedding_type="none",  # rotary factors are ours, by row
                 pg_collection=groups,
             )
-            self.is_remote = shape.is_remote_layer(boundary)
-            place_ffn(self.decoder.layers, shape, config, groups, self.is_remote, has_router=has_router)
+            place_ffn(self.decoder.layers, shape, config, groups, stays)
+        self.is_remote = shape.is_remote_layer(stays)
         self.requires_grad_(False).eval()
         self._dtype = dtype
         self._windows = set(shape.windows or (None,))
@@ -77,6 +75,11 @@ class AttentionModel(GPTModel):
         """Return the rows' experts; None in a dense layer, or if the gate sits on the FFN."""
         router = self.decoder.layers[layer].mlp.router
         return None if router is None else router(normed_TD)
+
+    def add_shared(self, layer: int, residual_TD: torch.Tensor, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Return the residual with the output of the layer's shared experts, if they are here."""
+        shared_experts = self.decoder.layers[layer].mlp.shared_experts
+        return residual_TD if shared_experts is None else residual_TD + shared_experts(normed_TD)
 
     def own_ffn(self, layer: int, normed_TD: torch.Tensor) -> torch.Tensor:
         """Run the dense MLP of a layer whose FFN stays here; return [T, D]."""

@@ -4,14 +4,13 @@ R rows of one stage from all attention ranks, D hidden, I width of an expert, E 
 """
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from afd_megatron.families.base import ModelShape
+from afd_megatron.families.base import ModelShape, Staying
 from afd_megatron.models.config import transformer_config
-from afd_megatron.models.mlp import SlicedMlp
+from afd_megatron.models.mlp import SharedExperts, SlicedMlp
 from afd_megatron.models.router import Router
 from afd_megatron.ops.experts import ExpertBias, run_experts
 from afd_megatron.routing import Routing
@@ -34,19 +33,18 @@ class FfnModel(torch.nn.Module):
         *,
         role_rank: int,
         num_ffn: int,
-        has_router: bool,
-        boundary: str = "ffn",
+        stays: Staying,
     ) -> None:
         super().__init__()
         config = transformer_config(shape, dtype)
-        self.is_remote = shape.is_remote_layer(boundary)
+        self.is_remote = shape.is_remote_layer(stays)
         self.role_rank, self.num_ffn = role_rank, num_ffn
         self.expert_ids = contiguous_slice(shape.num_experts, num_ffn, role_rank)
         dense_columns = contiguous_slice(shape.dense_width, num_ffn, role_rank)
         shared_columns = contiguous_slice(shape.shared_width, num_ffn, role_rank)
         with torch.device(device):
             self.layers = torch.nn.ModuleList(
-                MoeFfn(shape, config, groups, self.expert_ids, len(shared_columns), has_router=has_router)
+                MoeFfn(shape, config, groups, self.expert_ids, len(shared_columns), stays)
                 if is_moe
                 else (SlicedMlp(config, groups, len(dense_columns)) if is_remote else torch.nn.Identity())
                 for is_moe, is_remote in zip(shape.is_moe_layer, self.is_remote, strict=True)
@@ -83,14 +81,13 @@ class MoeFfn(MegatronModule):
         groups: ProcessGroupCollection,
         expert_ids: range,
         shared_width: int,
-        *,
-        has_router: bool,
+        stays: Staying,
     ) -> None:
         super().__init__(config)
-        self.router = Router(config, groups, shape.router) if has_router else None
+        self.router = None if stays.router else Router(config, groups, shape.router)
         self.experts = LocalExperts(shape, config, expert_ids)
         self.shared_experts = None
-        if shape.shared_width:
+        if shape.shared_width and not stays.shared:
             self.shared_experts = SharedExperts(config, groups, shared_width, has_gate=shape.has_shared_gate)
 
     def forward(self, hidden_RD: torch.Tensor, routing: Routing | None) -> torch.Tensor:
@@ -132,19 +129,3 @@ class LocalExperts(MegatronModule):
             bias=ExpertBias(self.linear_fc1_bias, self.linear_fc2_bias) if self._has_bias else None,
             activation=self._activation,
         )
-
-
-class SharedExperts(SlicedMlp):
-    """`width` inner columns of the experts that every row passes; with a gate each row has a weight of its own."""
-
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, width: int, *, has_gate: bool
-    ) -> None:
-        super().__init__(config, groups, width)
-        self.gate_weight = None
-        if has_gate:
-            self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
-
-    def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        out_RD = super().forward(hidden_RD)[0]
-        return out_RD if self.gate_weight is None else out_RD * F.linear(hidden_RD, self.gate_weight).sigmoid()

@@ -1,6 +1,6 @@
 """What the attention role's GPT model is made of: layers without MLP, or with what of it stays. Knows no weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -14,17 +14,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from afd_megatron.families.base import ModelShape, QkNorm
+from afd_megatron.families.base import ModelShape, QkNorm, Staying
 from afd_megatron.models.attention import PagedSelfAttention
 from afd_megatron.models.latent_attention import PagedLatentAttention
-from afd_megatron.models.mlp import SlicedMlp
+from afd_megatron.models.mlp import SharedExperts, SlicedMlp
 from afd_megatron.models.router import Router
 
 
 class RemoteFfn(MegatronModule):
-    """Stands where a layer's MLP was, which the FFN ranks hold; `router` is set if the gate sits on attention."""
+    """Stands where a layer's MLP was, which the FFN ranks hold, with what of it stays."""
 
     router: Router | None
+    shared_experts: SharedExperts | None
 
 
 def block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
@@ -44,16 +45,18 @@ def place_ffn(
     shape: ModelShape,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
-    is_remote: Sequence[bool],
-    *,
-    has_router: bool,
+    stays: Staying,
 ) -> None:
-    """Give the layers what of their FFN stays on attention: a router, or the whole dense MLP."""
-    for layer, is_moe, goes in zip(layers, shape.is_moe_layer, is_remote, strict=True):
-        if goes:
-            layer.mlp.router = Router(config, groups, shape.router) if has_router and is_moe else None
-        else:
+    """Give the layers what of their FFN stays on attention."""
+    for layer, is_moe in zip(layers, shape.is_moe_layer, strict=True):
+        if stays.dense and not is_moe:
             layer.mlp = SlicedMlp(config, groups, shape.dense_width)
+            continue
+        has_shared = is_moe and stays.shared and shape.shared_width
+        layer.mlp.router = Router(config, groups, shape.router) if is_moe and stays.router else None
+        layer.mlp.shared_experts = (
+            SharedExperts(config, groups, shape.shared_width, has_gate=shape.has_shared_gate) if has_shared else None
+        )
 
 
 def _attention_spec(shape: ModelShape) -> ModuleSpec:

@@ -86,7 +86,7 @@ def check_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]], shape: M
 
 
 def load_attention(model: AttentionModel, source: WeightSource, shape: ModelShape) -> LoadReport:
-    """Fill an attention rank's model; nothing of the FFN is read but router and dense MLPs, if they are here."""
+    """Fill an attention rank's model; nothing of the FFN is read but what of it stays here."""
     cut = _Cut(0, 1, shape.num_kv_heads)
     return _load(model.weights(), Role.ATTENTION, source, shape, cut)
 

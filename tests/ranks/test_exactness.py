@@ -1,6 +1,7 @@
 """The split gives the tokens of transformers and of one process (CASES 1, 2, 6, 8, 13, 14, 21)."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,19 +89,27 @@ def shipped_expected() -> dict[str, list[int]]:
     return expected
 
 
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "qwen3_moe"])
-def other_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, lines: list[dict]):
-    """A folder of one of the other families, and what transformers generates from it."""
-    folder = make_random_model(tmp_path_factory.mktemp("family"), 5, FAMILIES[request.param])
-    reference = TransformersReference(folder)
-    return folder, {(line["id"], 0): reference.generate(line["prompt_token_ids"], NUM_NEW) for line in lines}
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory, lines: list[dict]):
+    """Return a folder of a family, and what transformers generates from it."""
+
+    @cache
+    def get(family: str) -> tuple[Path, dict[tuple[str, int], list[int]]]:
+        folder = make_random_model(tmp_path_factory.mktemp(family), 5, FAMILIES[family])
+        reference = TransformersReference(folder)
+        return folder, {(line["id"], 0): reference.generate(line["prompt_token_ids"], NUM_NEW) for line in lines}
+
+    return get
 
 
 @pytest.mark.parametrize("gate", ["ffn", "attention"])
 @pytest.mark.parametrize("world", [(1, 1), (3, 2)], indirect=True, ids=["1a1f", "3a2f"])
-def test_split_gives_the_tokens_of_transformers_for_every_family(world, other_family, lines, tmp_path, gate) -> None:
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
+def test_split_gives_the_tokens_of_transformers_for_every_family(
+    world, families, lines, tmp_path, family, gate
+) -> None:
     (attention, ffn), ranks = world
-    folder, expected = other_family
+    folder, expected = families(family)
     sections = split(attention, ffn, stages=2, gate=gate)
     assert tokens(decode(ranks, job_values(folder, tmp_path, lines, sections, sampling=GREEDY))) == expected
 
@@ -116,6 +125,25 @@ def test_dense_layers_on_attention_give_the_same_tokens(world, folder, lines, ex
     decode(ranks, whole)
     sent_whole = {report["role"]: report["rows_sent"] for report in read_summary(whole)["ranks"]}
     assert sent == {role: rows * 2 // 3 for role, rows in sent_whole.items()}  # one layer of three is dense
+
+
+@pytest.mark.parametrize("world", [(1, 1), (3, 2)], indirect=True, ids=["1a1f", "3a2f"])
+@pytest.mark.parametrize("boundary", ["ffn", "moe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_shared_experts_on_attention_give_the_same_tokens(world, families, lines, tmp_path, family, boundary) -> None:
+    (attention, ffn), ranks = world
+    folder, expected = families(family)
+    sections = split(attention, ffn, stages=2, boundary=boundary)
+    sections["pipeline"]["shared_experts"] = "attention"
+    values = job_values(folder, tmp_path, lines, sections, sampling=GREEDY)
+    assert tokens(decode(ranks, values)) == expected
+    whole = job_values(folder, tmp_path / "whole", lines, split(attention, ffn), sampling=GREEDY)
+    decode(ranks, whole)
+    moved = [
+        report["weight_bytes"] - before["weight_bytes"]
+        for report, before in zip(read_summary(values)["ranks"], read_summary(whole)["ranks"], strict=True)
+    ]
+    assert all(change > 0 for change in moved[:attention]) and all(change < 0 for change in moved[attention:])
 
 
 @pytest.mark.parametrize("boundary", ["ffn", "moe"])
