@@ -155,16 +155,17 @@ def megatron_groups(world: World) -> "dict[Role, ProcessGroupCollection]":
     return {role: groups[role] for role in topology.roles(world.rank)}
 
 
-def guard_process() -> None:
-    """Tie this process to its launcher: it ends when its parent, or any launcher above it, is gone.
+def guard_process(grace_s: float) -> None:
+    """Tie this process to its launchers: without its parent it ends at once, without one further up it is asked to.
 
+    It gets a SIGTERM, as from a user, and is ended with exit code FAULT if it still runs `grace_s` seconds later.
     SIGUSR1 and a crash print the stacks of all threads.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     chain = _launcher_chain()
-    threading.Thread(target=_watch_chain, args=(chain,), name="launcher watchdog", daemon=True).start()
+    threading.Thread(target=_watch_chain, args=(chain, grace_s), name="launcher watchdog", daemon=True).start()
 
 
 def _claim_folder(folder: Path) -> None:
@@ -202,9 +203,11 @@ def _launcher_chain() -> list[tuple[int, int]]:
     return chain
 
 
-def _watch_chain(chain: list[tuple[int, int]]) -> None:
+def _watch_chain(chain: list[tuple[int, int]], grace_s: float) -> None:
     while all(_parent_of(pid) == parent for pid, parent in chain):
         time.sleep(_WATCH_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
     os.write(2, b"AFD FAILURE: the launcher is gone\n")
     os._exit(ExitCode.FAULT)
 

@@ -121,11 +121,11 @@ def start_ranks(config: JobConfig, script: Path, arguments: Sequence[str], envir
     taken = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
     taken |= {"CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES"}
     inherited = {name: value for name, value in environ.items() if name not in taken}
-    config.job.summary.unlink(missing_ok=True)  # the one found at the end shall be of this run
+    before = _summary_stamp(config.job.summary)
     ending = supervise(
         [*command, str(script), *arguments], inherited | {"DS_ACCELERATOR": "cpu"}, config.launch.grace_s
     )
-    return _exit_code(ending, config.job.summary)
+    return _exit_code(ending, config.job.summary, before)
 
 
 def launched_rank(config: JobConfig, start: Start | None, environ: Mapping[str, str]) -> LaunchedRank:
@@ -205,12 +205,23 @@ def _arithmetic(config: JobConfig, start: Start) -> str:
     )
 
 
-def _exit_code(ending: Ending, summary: Path) -> int:
-    """Return the job's exit code; where the launcher ends well or is killed, what the summary says decides."""
+def _summary_stamp(summary: Path) -> tuple[int, int] | None:
+    """Return what tells one version of the file from the next, which takes its place as a whole."""
     try:
+        found = summary.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _exit_code(ending: Ending, summary: Path, before: tuple[int, int] | None) -> int:
+    """Return the job's exit code; where the launcher ends well or is killed, what this run's summary says decides.
+
+    `before` is the stamp of the summary of an earlier run.
+    """
+    status = "absent"
+    if _summary_stamp(summary) not in (None, before):
         status = json.loads(summary.read_bytes())["status"]
-    except FileNotFoundError:
-        status = "absent"
     codes = {"ok": ExitCode.OK, "partial": ExitCode.SOME_FAILED, "interrupted": ExitCode.INTERRUPTED}
     if status == "fault":
         return ExitCode.FAULT

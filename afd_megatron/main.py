@@ -46,7 +46,7 @@ def run(config: JobConfig, launched: LaunchedRank, *, overwrite: bool) -> int:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     progress = Progress()
     stop = _stop_on_signal(progress)
-    guard_process()
+    guard_process(config.launch.grace_s)
     try:
         job = open_job(config, overwrite=overwrite) if launched.rank == 0 else None
         timeout_s = config.control.handshake_timeout_s
@@ -92,7 +92,7 @@ def serve(
 
 def _summarise(config: JobConfig, worker: AttentionWorker, leader: Leader, ranks: list[dict[str, object]]) -> ExitCode:
     """Write the summary and return the job's exit code."""
-    metrics = benchmark_metrics(leader.results, worker.duration_s)
+    metrics = benchmark_metrics(leader.results, worker.duration_s) | {"unstarted": leader.num_unstarted}
     if worker.was_interrupted:
         status, exit_code = "interrupted", ExitCode.INTERRUPTED
     elif metrics["failed"]:
@@ -106,7 +106,7 @@ def _summarise(config: JobConfig, worker: AttentionWorker, leader: Leader, ranks
         "%s: %d of %d requests, %.1f tokens/s",
         status,
         metrics["completed"],
-        len(leader.results),
+        len(leader.results) + leader.num_unstarted,
         metrics["output_throughput"],
     )
     return exit_code

@@ -5,7 +5,7 @@
     python launch/afd_decode.py --config configs/tiny_moe_2a2f_gloo.yaml --validate
 
 Works the same under `python`, `torchrun` and `srun`. Exit codes: 0 done, 2 configuration, 3 some requests failed,
-4 interrupted, 13 a rank reported a fault, another one: killed.
+4 interrupted, 13 a rank reported a fault, another one: killed. (`torchrun` returns 1 for each of them but 0.)
 """
 
 import argparse
@@ -84,6 +84,7 @@ def refuse(error: AfdError, rank: int) -> int:
 
 if __name__ == "__main__":
     exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it is where the process was started without one
+            stream.flush()
     os._exit(exit_code)  # tearing down the modules of torch would take a second of CPU per rank

@@ -34,11 +34,25 @@ def main() -> int:
     args = _parse_args()
     try:
         answers = json.loads(args.answers.read_text(encoding="utf-8"))
-        prompts = {record["id"]: record["prompt"] for record in _read_lines(args.input)}
+        prompts = {_id(place, record): _prompt(record) for place, record in enumerate(_read_lines(args.input))}
         results = _read_lines(args.results)
     except (OSError, ValueError) as error:
         sys.exit(f"show_results: {error}")
     return int(show(results, prompts, answers) < args.min_share)
+
+
+def _id(place: int, record: Mapping) -> str:
+    """Return the id that the job gave a line: its own, or its place."""
+    return str(record.get("id", record.get("custom_id", place)))
+
+
+def _prompt(record: Mapping) -> str:
+    """Return what was asked, in whichever form it was."""
+    asked = record.get("body", record)
+    messages = asked.get("messages")
+    if messages:
+        return str(messages[-1].get("content"))
+    return str(asked.get("prompt", asked.get("prompt_token_ids")))
 
 
 def _read_lines(path: Path) -> list[dict]:

@@ -44,11 +44,12 @@ class Leader:
         self._num_unanswered = 0
         self._unseen: dict[int, list[Request]] = {}  # handed to other ranks after they wrote the entries seen last
         self.results: list[Result] = []
+        self.num_unstarted = 0
 
     @property
     def is_done(self) -> bool:
         """True once every request of the input has its record."""
-        return self._intake.is_exhausted and not self._queue and not self._num_unanswered
+        return not self._intake and not self._queue and not self._num_unanswered
 
     def hand_out(self, entries: Sequence[StepEntry]) -> dict[int, list[Request]]:
         """Return new requests by attention rank: each goes to the least loaded of those with room for it.
@@ -103,7 +104,8 @@ class Leader:
         self._writer.close()
 
     def close_intake(self) -> None:
-        """Hand out nothing more; requests that wait here stay without a record."""
+        """Hand out nothing more; requests that wait here are counted and stay without a record."""
+        self.num_unstarted = len(self._intake) + len(self._queue)
         self._intake = Intake(())
         self._queue.clear()
 

@@ -18,6 +18,8 @@ from afd_megatron.config.schema import NOT_YET, JobConfig, schema_keys
 from afd_megatron.config.tree import JobTree, Tree, read_job_tree
 from afd_megatron.errors import ConfigError
 
+_MAX_NAME_BYTES = 240  # of an output, whose summary's name is longer
+
 
 class Fault(NamedTuple):
     """A setting that cannot be: `keys[0]` is where to mend it, all `keys` are what the judgement rests on."""
@@ -142,8 +144,13 @@ def _missing_files(config: JobConfig) -> Iterator[Fault]:
         yield Fault(("job.output",), f"folder {job.output.parent} does not exist")
     elif not os.access(job.output.parent, os.W_OK):
         yield Fault(("job.output",), f"folder {job.output.parent} is not writable")
+    elif len(os.fsencode(job.output.name)) > _MAX_NAME_BYTES:
+        text = f"a name of {len(os.fsencode(job.output.name))} bytes (allowed: up to {_MAX_NAME_BYTES})"
+        yield Fault(("job.output",), text)
     elif job.output.is_dir():
         yield Fault(("job.output",), f"{job.output} is a folder")
+    elif job.summary.is_dir():
+        yield Fault(("job.output",), f"its summary {job.summary} is a folder")
     elif job.input.resolve() in (job.output.resolve(), job.summary.resolve()):
         yield Fault(("job.output", "job.input"), f"{job.output} or its summary would overwrite job.input")
 

@@ -47,9 +47,8 @@ class Intake:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = deque(requests)
 
-    @property
-    def is_exhausted(self) -> bool:
-        return not self._requests
+    def __len__(self) -> int:
+        return len(self._requests)
 
     @property
     def next_arrival_s(self) -> float | None:

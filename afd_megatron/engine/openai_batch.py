@@ -30,17 +30,17 @@ def read_batch_line(record: Mapping[str, object]) -> dict[str, object]:
     if record.get("method", "POST") != "POST":
         raise AfdError(f"method: {shown(record['method'])} (allowed: POST)")
     body, url = record.get("body"), record.get("url")
-    if url not in _KEYS_BY_URL:
+    if not isinstance(url, str) or url not in _KEYS_BY_URL:
         raise AfdError(f"url: {shown(url)} (allowed: {', '.join(_KEYS_BY_URL)})")
     if not isinstance(body, dict):
         raise AfdError(f"body: {shown(body)} (allowed: a JSON object)")
     body = {key: value for key, value in body.items() if value is not None}
-    check_keys(body, _KEYS_BY_URL[str(url)])
+    check_keys(body, _KEYS_BY_URL[url])
     body.pop("model", None)
     for key in ("max_tokens", "max_completion_tokens"):
         if key in body:
             body["max_new_tokens"] = body.pop(key)
-    if "messages" in _KEYS_BY_URL[str(url)]:
+    if "messages" in _KEYS_BY_URL[url]:
         _read_chat_logprobs(body)
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]

@@ -1,5 +1,6 @@
 """Writes results as they finish, the summary at the end, and computes its metrics. Knows no ranks, no scheduling."""
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,16 +19,21 @@ class ResultWriter:
     A line is written at once, so a killed job leaves whole lines and at most one torn last one.
 
     Raises:
-        ConfigError: the file holds something and `overwrite` is false, or it cannot be written. (A job that is
-            refused after its output was opened leaves an empty file, which is in nobody's way.)
+        ConfigError: the file holds something and `overwrite` is false, another job writes it, or it cannot be written.
+            (A job that is refused after its output was opened leaves an empty file, which is in nobody's way.)
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self._path = path
         try:
-            if not overwrite and path.is_file() and path.stat().st_size:
-                raise ConfigError(f"{path}: exists already (allowed: another job.output, or --overwrite)")
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            if path.is_file() and path.stat().st_size:
+                if not overwrite:
+                    raise ConfigError(f"{path}: exists already (allowed: another job.output, or --overwrite)")
+                self._file.truncate(0)
+        except BlockingIOError as error:
+            raise ConfigError(f"{path}: another job writes it (allowed: another job.output)") from error
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 

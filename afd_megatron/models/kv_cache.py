@@ -3,8 +3,11 @@
 T rows, G KV heads, H head dim, C latent dims, R rotated dims.
 """
 
+import math
+
 import torch
 
+from afd_megatron.errors import ConfigError
 from afd_megatron.families.base import ModelShape
 
 
@@ -14,6 +17,9 @@ class KvCache:
     Block 0 is scratch.
 
     Memory is not cleared: an entry that no row has written holds anything, NaN included, and must not be read.
+
+    Raises:
+        ConfigError: the device has not enough memory.
     """
 
     def __init__(
@@ -24,7 +30,11 @@ class KvCache:
         if shape.latent is not None:
             num_parts, size = 1, torch.Size((shape.latent.kv_rank + shape.rope.num_dims,))
         entries = (shape.num_layers, num_parts, num_blocks * block_size, *size)
-        self._entries = torch.empty(entries, dtype=dtype, device=device)
+        try:
+            self._entries = torch.empty(entries, dtype=dtype, device=device)
+        except RuntimeError as error:
+            size = math.prod(entries) * dtype.itemsize / 1e9
+            raise ConfigError(f"engine.kv_blocks: {num_blocks - 1} take {size:.1f} GB, which are not there") from error
         self._layers = [layer.unbind() for layer in self._entries.unbind()]
 
     @property

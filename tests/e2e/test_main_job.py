@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -73,6 +74,25 @@ def test_sigterm_on_an_idle_job_keeps_what_is_done_and_ends_every_process(tmp_pa
     assert len(below) >= 5 and not [pid for pid in below if Path(f"/proc/{pid}").exists()]
 
 
+def test_sigterm_to_deepspeed_alone_records_what_runs_as_interrupted(tmp_path: Path) -> None:
+    lines = [{"id": "now", "prompt": "sort dbca="}]
+    lines += [{"id": f"long-{i}", "prompt": "add 1+1=", "max_new_tokens": 480, "ignore_eos": True} for i in range(9)]
+    job, output = tmp_path / "job.jsonl", tmp_path / "results.jsonl"
+    job.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    process = start(DEEPSPEED, *CONFIG, "--set", f"job.input={job}", "--set", f"job.output={output}")
+    deadline = time.monotonic() + DEADLINE_S
+    while not output.exists() or not output.stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)  # no event of this process tells of another one's file
+    below = [os.pidfd_open(pid) for pid in children_of(process.pid)]
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)  # all of them hold its pipes
+    reasons = [record["finish_reason"] for record in map(json.loads, output.read_text().splitlines())]
+    assert reasons == ["stop", *["interrupted"] * 9]
+    assert json.loads((tmp_path / "results.summary.json").read_text())["status"] == "interrupted"
+    assert len(below) >= 7 and all(select.select([pid], [], [], 10.0)[0] for pid in below)
+
+
 def test_a_checkpoint_with_holes_is_refused_with_the_whole_list(tmp_path: Path) -> None:
     folder = make_random_qwen3_moe(tmp_path / "model", seed=1, num_hidden_layers=1)
     tensors = load_file(folder / "model.safetensors")
@@ -92,13 +112,16 @@ def test_a_checkpoint_with_holes_is_refused_with_the_whole_list(tmp_path: Path) 
 
 
 def test_ids_that_come_twice_are_refused_before_any_rank_waits_for_rank_0(tmp_path: Path) -> None:
-    job = tmp_path / "job.jsonl"
+    job, output, summary = (tmp_path / name for name in ("job.jsonl", "out.jsonl", "out.summary.json"))
     job.write_text('{"id": "a", "prompt": "add 1+1="}\n' * 2)
+    for old in (output, summary):
+        old.write_text('{"status": "ok"}\n')
     process = start(
-        sys.executable, *CONFIG, "--set", f"job.input={job}", "--set", f"job.output={tmp_path / 'out.jsonl'}",
+        sys.executable, *CONFIG, "--set", f"job.input={job}", "--set", f"job.output={output}", "--overwrite",
         "--set", "control.handshake_timeout_s=600",
     )  # fmt: skip
     _, errors = process.communicate(timeout=DEADLINE_S)
+    assert output.read_text() == summary.read_text() == '{"status": "ok"}\n'
     assert process.returncode == 2, errors
     assert f'{job}:2: id "a" is that of line 1 too' in errors
     assert "AFD FAILURE" not in errors

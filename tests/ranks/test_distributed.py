@@ -68,7 +68,7 @@ def test_each_role_has_a_grid_of_its_own(topology: Topology) -> None:
 
 GUARDED = """
 import subprocess, sys
-rank = "from afd_megatron.distributed import guard_process; guard_process(); print('up', flush=True); input()"
+rank = "from afd_megatron.distributed import guard_process; guard_process(1.0); print('up', flush=True); input()"
 child = subprocess.Popen([sys.executable, "-c", rank], stdin=subprocess.PIPE)
 print(child.pid, flush=True)
 child.wait()
@@ -91,17 +91,19 @@ middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sys.ar
 subprocess.run([sys.executable, "-c", middle, "deepspeed"])
 """
 RANK = """
-import os
+import os, signal
 from afd_megatron.distributed import guard_process
-guard_process()
+signal.signal(signal.SIGTERM, signal.SIG_IGN if {is_deaf} else signal.SIG_DFL)
+guard_process(1.0)
 print(os.getpid(), flush=True)
 input()
 """
 
 
-def test_rank_ends_when_a_launcher_further_up_is_killed() -> None:
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_rank_is_asked_to_end_and_made_to_when_a_launcher_further_up_is_killed(is_deaf: bool) -> None:
     runner = subprocess.Popen(
-        [sys.executable, "-c", RUNNER, RANK, "deepspeed"],
+        [sys.executable, "-c", RUNNER, RANK.format(is_deaf=is_deaf), "deepspeed"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     rank = os.pidfd_open(int(runner.stdout.readline()))

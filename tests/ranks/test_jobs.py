@@ -171,7 +171,10 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest(ranks, folder, tmp_pat
 def test_a_request_to_stop_on_any_rank_ends_the_job(ranks, folder, many_lines, tmp_path) -> None:
     values = job_values(folder, tmp_path, many_lines, split(3, 2), sampling=IGNORE_EOS)
     assert ranks.run(run_with_a_stop, values, 1)[0] == 4
-    assert read_summary(values)["status"] == "interrupted"
+    summary = read_summary(values)
+    assert summary["status"] == "interrupted" and summary["metrics"]["unstarted"] > 0
+    counts = [summary["metrics"][key] for key in ("completed", "failed", "interrupted", "unstarted")]
+    assert sum(counts) == len(many_lines)
 
 
 def run_with_a_stop(world: World, values: dict, rank: int) -> int:

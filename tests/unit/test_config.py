@@ -27,6 +27,7 @@ job:
 
 Load = Callable[..., JobConfig]
 Faults = Callable[..., list[str]]
+LONG = "x" * 241
 
 
 @pytest.fixture
@@ -303,6 +304,7 @@ def test_an_override_that_is_no_yaml_is_refused(faults: Faults) -> None:
         (["job.output=./in.jsonl"],
          "--set job.output=./in.jsonl: job.output: in.jsonl or its summary would overwrite job.input"),
         (["job.output=model"], "--set job.output=model: job.output: model is a folder"),
+        ([f"job.output={LONG}"], f"--set job.output={LONG}: job.output: a name of 241 bytes (allowed: up to 240)"),
         (["job.output=x/y"], "--set job.output=x/y: job.output: folder x does not exist"),
         (["job.input=model"], "--set job.input=model: job.input: model is not a file"),
         (["model.path=nope"], "--set model.path=nope: model.path: nope has no config.json"),

@@ -11,6 +11,7 @@ import pytest
 
 from afd_megatron import launcher
 from afd_megatron.config import JobConfig
+from afd_megatron.engine.results import write_summary
 from afd_megatron.errors import ConfigError
 from afd_megatron.launcher import Start, launched_rank, load_job, needs_ranks_started, read_start, thread_variables
 from afd_megatron.supervisor import Ending
@@ -236,7 +237,7 @@ def test_the_exit_code_says_how_the_job_ended(
     def end_at_once(command: Sequence[str], environ: Mapping[str, str], grace_s: float) -> Ending:
         assert command[-3:] == ["script.py", "--config", "x.yaml"] and not {"RANK", "SLURM_PROCID"} & set(environ)
         if status:
-            (folder / "out.summary.json").write_text(json.dumps({"status": status}))
+            write_summary(folder / "out.summary.json", {"status": status})
         return ending
 
     monkeypatch.setattr(launcher, "supervise", end_at_once)

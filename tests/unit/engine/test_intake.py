@@ -78,6 +78,7 @@ def read_error(folder: Path, codec: TextCodec, line: bytes | dict[str, object]) 
         ({"prompt": "a", "stop": [""]}, "stop.0"),
         ({"custom_id": "x"}, "url: null (allowed: /v1/chat/completions, /v1/completions)"),
         ({"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}, 'method: "GET" (allowed: POST)'),
+        ({"custom_id": "x", "url": ["/v1/completions"], "body": {}}, 'url: ["/v1/completions"] (allowed: '),
         ({"custom_id": "x", "url": "/v1/completions", "body": [1]}, "body: [1] (allowed: a JSON object)"),
         ({"custom_id": "x", "url": "/v1/completions", "body": {"messages": []}}, 'unknown key "messages"'),
         ({"custom_id": "x", "url": "/v1/chat/completions", "body": {}, "prompt": "a"}, 'unknown key "prompt"'),
@@ -200,7 +201,7 @@ def test_a_broken_tokenizer_refuses_the_job_and_not_every_line(byte_folder: Path
 
 def test_all_requests_arrive_at_once_without_a_rate(tmp_path: Path, bare_codec: TextCodec) -> None:
     intake = Intake(read(tmp_path, bare_codec, *[{"prompt_token_ids": [1]}] * 5).requests)
-    assert len(intake.take_due(0.0)) == 5 and intake.is_exhausted and intake.next_arrival_s is None
+    assert len(intake.take_due(0.0)) == 5 and not intake and intake.next_arrival_s is None
 
 
 def test_requests_arrive_at_the_rate_and_the_seed_decides_when(tmp_path: Path, bare_codec: TextCodec) -> None:

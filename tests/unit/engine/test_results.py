@@ -34,6 +34,15 @@ def test_an_output_that_exists_is_refused_and_stays_as_it_is(tmp_path: Path) -> 
     assert path.read_text() == "kept"
 
 
+def test_an_output_that_another_job_writes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with ResultWriter(path):
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match=r"out\.jsonl: another job writes it"):
+                ResultWriter(path, overwrite=overwrite)
+    ResultWriter(path).close()
+
+
 def test_overwrite_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old")

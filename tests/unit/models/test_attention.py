@@ -7,6 +7,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from models_for_tests import OneProcess, Rows, make_random_qwen3_moe, make_stage
 
+from afd_megatron.errors import ConfigError
+from afd_megatron.models.kv_cache import KvCache
+
 LENGTHS = (1, 2, 17, 64)
 TABLES = [[50, 3], [7, 1], [12, 40, 9, 41, 8], list(range(60, 60 + 17))]
 
@@ -90,3 +93,8 @@ def test_bfloat16_model_stays_near_float32(folder: Path, groups: ProcessGroupCol
     assert logits.dtype == torch.float32
     cosine = torch.nn.functional.cosine_similarity(logits, expected, dim=0)
     assert cosine > 0.98
+
+
+def test_a_cache_that_does_not_fit_is_a_config_error(model: OneProcess) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kv_blocks: 1099511627775 take .* GB, which are not there"):
+        KvCache(model.shape, 1 << 40, 16, torch.float32, torch.device("cpu"))
