@@ -3,6 +3,8 @@
 D hidden, E experts of this rank, I inner width, G KV heads.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from afd_megatron.models.quantized import DequantizedSource
 from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightSource
 from afd_megatron.topology import Role, contiguous_slice
 
+log = logging.getLogger(__name__)
+_LINE_INTERVAL_S = 5.0
 _EVERYTHING = slice(None)
 _EXPERT_LAYOUTS = (Layout.EXPERT_GATE_UP, Layout.EXPERT_DOWN, Layout.EXPERT_PAIRS)
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -105,8 +109,13 @@ def _load(
     rules = {rule.name: rule for rule in family_of(shape).tensor_rules(shape)}
     wanted = {name for name, rule in rules.items() if rule.role is role and not rule.is_movable}
     assert wanted <= weights.keys() <= rules.keys(), wanted ^ weights.keys()
-    for name, parameter in weights.items():
+    next_line_s = time.monotonic() + _LINE_INTERVAL_S
+    for index, (name, parameter) in enumerate(weights.items()):
         _FILL[rules[name].layout](parameter, rules[name], source, cut)
+        if time.monotonic() >= next_line_s:
+            next_line_s += _LINE_INTERVAL_S
+            read_gb = (source.num_bytes_read - before) / 1e9
+            log.info("%s weights: %d of %d tensors, %.1f GB read", role, index + 1, len(weights), read_gb)
     experts = [name for name in weights if rules[name].layout in _EXPERT_LAYOUTS]
     return LoadReport(
         weight_bytes=_num_bytes(weights.values()),

@@ -92,3 +92,18 @@ def test_latent_attention_caches_the_latent_and_one_rotated_key(
     model = OneProcess(make_random_model(tmp_path / "model", 3, config), groups, num_blocks=7)
     width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     assert model.cache.num_bytes == config["num_hidden_layers"] * 7 * model.cache.block_size * width * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_stays_near_float32(family: str, tmp_path: Path, groups: ProcessGroupCollection) -> None:
+    """A part that is computed in the wrong dtype raises; one that is computed wrongly is far off."""
+    folder = make_random_model(tmp_path / "model", 5, FAMILIES[family])
+    token_ids, table = some_tokens(6, 21), [1, 2, 3, 4, 5, 6]
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = OneProcess(folder, groups, num_ffn=2, dtype=dtype)
+        model.logits(make_stage(prefill=[Rows(token_ids[:20], 0, table)]))
+        logits[dtype] = model.logits(make_stage(decode=[Rows(token_ids[20:], 20, table)]))[0]
+    assert logits[torch.bfloat16].dtype == torch.float32
+    near = torch.cosine_similarity(logits[torch.bfloat16], logits[torch.float32], dim=0)
+    assert near > 0.95, near

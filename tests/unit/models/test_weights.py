@@ -1,6 +1,7 @@
 """Loading by role: who holds what, layouts of the checkpoint, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from afd_megatron.errors import CheckpointError
 from afd_megatron.families import load_shape
+from afd_megatron.models import weights
 from afd_megatron.models.sources import RandomSource, SafetensorsSource
 from afd_megatron.models.weights import open_weights
 
@@ -150,3 +152,14 @@ def test_random_weights_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     assert torch.equal(source.read(name, (slice(10, 20),)), whole[10:20])
     assert not torch.equal(source.read(other, ()), whole)
     assert not torch.equal(RandomSource(shape, 2).read(name, ()), whole)
+
+
+def test_a_long_load_tells_how_far_it_is(
+    tmp_path: Path, groups: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_random_qwen3_moe(tmp_path / "model", seed=1)
+    monkeypatch.setattr(weights, "_LINE_INTERVAL_S", 0.0)
+    caplog.set_level("INFO", "afd_megatron.models.weights")
+    OneProcess(folder, groups)
+    assert re.fullmatch(r"attention weights: 1 of \d+ tensors, 0\.0 GB read", caplog.messages[0])
+    assert re.fullmatch(r"ffn weights: (\d+) of \1 tensors, 0\.0 GB read", caplog.messages[-1])
