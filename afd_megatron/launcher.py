@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ from afd_megatron.config import JobConfig
 from afd_megatron.config.load import Fault, read_job_file
 from afd_megatron.errors import ConfigError, ExitCode
 from afd_megatron.families import load_shape
-from afd_megatron.families.base import Staying
+from afd_megatron.families.base import ModelShape, Staying
 from afd_megatron.supervisor import Ending, process_start, supervise
-from afd_megatron.topology import Role, Topology
+from afd_megatron.topology import Role, Topology, contiguous_slice
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,30 @@ def staying(config: JobConfig) -> Staying:
     return Staying(pipeline.gate == "attention", pipeline.boundary == "moe", pipeline.shared_experts == "attention")
 
 
+def is_routed(config: JobConfig, shape: ModelShape) -> bool:
+    """Return whether rows travel to the FFN ranks of their experts alone.
+
+    A row's bytes are the same either way, so with `auto` the share of ranks that a row goes to decides, which is below
+    1 as soon as there are several and a row can miss one of them.
+    """
+    pipeline, num_ffn = config.pipeline, job_topology(config).num_ffn
+    if pipeline.exchange == "auto":
+        spreads_shared = bool(shape.shared_width) and pipeline.shared_experts == "ffn"
+        can = pipeline.gate == "attention" and not spreads_shared
+        return can and expected_share(shape.num_experts, shape.router.top_k, num_ffn) < 1
+    return pipeline.exchange == "routed" and num_ffn > 1
+
+
+def expected_share(num_experts: int, top_k: int, num_ffn: int) -> float:
+    """Return the share of FFN ranks that a row goes to if every choice of experts is equally likely.
+
+    1 - C(E - E_f, k) / C(E, k), averaged over the ranks f with their E_f experts. Source: AIConfigurator.
+    """
+    sizes = [len(contiguous_slice(num_experts, num_ffn, ffn)) for ffn in range(num_ffn)]
+    misses = [comb(num_experts - size, top_k) / comb(num_experts, top_k) for size in sizes]
+    return 1 - sum(misses) / num_ffn
+
+
 def needs_ranks_started(config: JobConfig, start: Start | None) -> bool:
     """Return whether this process is alone and the job wants more: `deepspeed` starts one rank on a CPU machine."""
     is_alone = start is None or (start.launcher == "deepspeed" and start.world_size == 1)
@@ -178,6 +203,10 @@ def _model_faults(config: JobConfig) -> Iterator[Fault]:
     if config.topology.ffn.ep > shape.num_experts:
         text = f"{config.topology.ffn.ep} exceeds num_experts {shape.num_experts} (allowed: 1 to {shape.num_experts})"
         yield Fault(("topology.ffn.ep",), text)
+    spreads_shared = bool(shape.shared_width) and config.pipeline.shared_experts == "ffn"
+    if config.pipeline.exchange == "routed" and spreads_shared:
+        text = "routed leaves out ranks that all rows pass for the shared experts (allowed: shared_experts attention)"
+        yield Fault(("pipeline.exchange", "pipeline.shared_experts"), text)
     if not any(shape.is_remote_layer(staying(config))):
         yield Fault(("pipeline.boundary",), "moe leaves the FFN ranks nothing: no layer has experts (allowed: ffn)")
     if config.engine.max_context > shape.max_positions:

@@ -10,3 +10,7 @@ class Routing(NamedTuple):
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+
+    def rows(self, index_N: torch.Tensor) -> "Routing":
+        """Return the routing of some rows."""
+        return Routing(self.topk_ids[index_N], self.topk_weights[index_N])

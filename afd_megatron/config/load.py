@@ -126,6 +126,9 @@ def _contradictions(config: JobConfig) -> Iterator[Fault]:
     buckets = config.graphs.buckets
     if buckets and not config.graphs.enabled:
         yield Fault(("graphs.buckets", "graphs.enabled"), "no effect with graphs.enabled false (allowed: [])")
+    if config.pipeline.exchange == "routed" and config.pipeline.gate == "ffn":
+        text = "routed knows no experts before the gate (allowed: pipeline.gate attention)"
+        yield Fault(("pipeline.exchange", "pipeline.gate"), text)
     if list(buckets) != sorted(set(buckets)):
         yield Fault(("graphs.buckets",), f"{list(buckets)} (allowed: ascending, each once)")
     interval, timeout = config.control.heartbeat_interval_s, config.control.heartbeat_timeout_s

@@ -71,7 +71,8 @@ class PipelineConfig(Section):
     gate: Literal["ffn", "attention"] = "ffn"
     """Where the router runs; on the FFN only hidden states travel."""
     exchange: Literal["broadcast", "routed", "auto"] = "broadcast"
-    """Which FFN ranks get a row: all, or those with an expert it chose."""
+    """Which FFN ranks get a row: all, or those with an expert it chose, which wants the gate on attention. `auto` takes
+    the one with fewer bytes that the gate allows."""
     boundary: Literal["ffn", "moe"] = "ffn"
     """What is remote: every MLP, or only those with experts."""
     shared_experts: Literal["ffn", "attention"] = "ffn"
@@ -219,7 +220,6 @@ NOT_YET = {
     "topology.placement": NotYet((None,), "several nodes"),
     "connector.kind": NotYet(("local", "gloo"), "connectors between GPUs"),
     "connector.reply_dtype": NotYet(("model",), "partial sums in float32 on the wire"),
-    "pipeline.exchange": NotYet(("broadcast",), "sending a row only to FFN ranks with an expert it chose"),
     "graphs.enabled": NotYet((False,), "CUDA graphs"),
     "engine.kv_memory_fraction": NotYet((0.9,), "a KV cache sized by GPU memory"),
     "job.resume": NotYet((False,), "resuming an unfinished output"),

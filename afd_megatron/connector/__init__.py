@@ -31,7 +31,7 @@ def _local(world: World, layout: ExchangeLayout, timeout_s: float) -> Ports:
     from afd_megatron.connector.reference import ReferenceAttentionPort, ReferenceExchange, ReferenceFfnPort
 
     assert world.topology.world_size == 1, world.topology
-    exchange = ReferenceExchange(world.topology, layout.dtype, timeout_s=timeout_s, copies=False)
+    exchange = ReferenceExchange(world.topology, layout, timeout_s=timeout_s, copies=False)
     return Ports(ReferenceAttentionPort(exchange, 0), ReferenceFfnPort(exchange, 0))
 
 

@@ -23,8 +23,9 @@ class Dispatched(NamedTuple):
 class ExchangeLayout(NamedTuple):
     """What a port must know about the messages; `top_k` is 0 if the gate sits on the FFN.
 
-    Where it is not, rows of `unrouted_layers` (dense ones) still travel without routing. `last_layer` is the last one
-    whose rows travel at all.
+    Where it is not, rows of `unrouted_layers` (dense ones) still travel without routing, and to every FFN rank.
+    `last_layer` is the last one whose rows travel at all. With `expert_slices`, the experts of each FFN rank, a rank
+    gets those rows alone that chose one of them.
     """
 
     hidden_size: int
@@ -34,6 +35,17 @@ class ExchangeLayout(NamedTuple):
     num_stages: int
     max_rows: int
     unrouted_layers: frozenset[int] = frozenset()
+    expert_slices: tuple[range, ...] | None = None
+
+    def is_routed(self, layer: int) -> bool:
+        return self.expert_slices is not None and layer not in self.unrouted_layers
+
+    def rows_of(self, ffn: int, layer: int, routing: Routing | None) -> torch.Tensor | None:
+        """Return the rows that go to an FFN rank, int64, ascending; None for all of them."""
+        if self.expert_slices is None or routing is None:
+            return None
+        mine, ids_TK = self.expert_slices[ffn], routing.topk_ids
+        return ((ids_TK >= mine.start) & (ids_TK < mine.stop)).any(dim=1).nonzero()[:, 0]
 
 
 @dataclass(slots=True)
@@ -68,7 +80,10 @@ class AttentionPort(ABC):
 
     @abstractmethod
     def dispatch(self, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None) -> None:
-        """Send a stage's rows to every FFN rank. Never waits for a peer; the arguments may be reused on return."""
+        """Send every FFN rank the stage's rows, or those that hit its experts.
+
+        Never waits for a peer; the arguments may be reused on return.
+        """
 
     @abstractmethod
     def combine(self, layer: int, stage: int) -> torch.Tensor:
@@ -109,7 +124,7 @@ class FfnPort(ABC):
 
     @abstractmethod
     def reply(self, layer: int, stage: int, partial_RD: torch.Tensor) -> None:
-        """Send each attention rank its rows of `partial_RD` (model's dtype). Never waits for a peer."""
+        """Send each attention rank the rows of `partial_RD` (model's dtype) that it sent. Never waits for a peer."""
 
     @abstractmethod
     def close(self) -> None:

@@ -30,25 +30,31 @@ class GlooAttentionPort(AttentionPort):
         self._role_rank = world.topology.role_rank(world.rank, Role.ATTENTION)
         self._peers = world.topology.ffn_ranks
         stages = range(layout.num_stages)
-        self.outgoing = [Message(layout, layout.top_k, world.job_id) for _ in stages]
+        self.outgoing = [self._messages(are_different=layout.expert_slices is not None) for _ in stages]
         self.incoming = [{peer: Message(layout, 0, world.job_id) for peer in self._peers} for _ in stages]
         self._total_TD = [torch.empty(layout.max_rows, layout.hidden_size) for _ in stages]
         self._sends: list[dict[int, dist.Work]] = [{} for _ in stages]
         self._receives: list[dict[int, dist.Work]] = [{} for _ in stages]
+        self._hits: list[dict[int, torch.Tensor | None]] = [{} for _ in stages]
 
     def begin_step(self, plan: StepPlan) -> None:
         self._sequence = plan.sequence
         self._rows = [stage.padded[self._role_rank] for stage in plan.stages]
 
     def dispatch(self, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None) -> None:
-        rows, world, outgoing = self._rows[stage], self._world, self.outgoing[stage]
+        rows, world = self._rows[stage], self._world
         assert hidden_TD.shape == (rows, self._layout.hidden_size), (hidden_TD.shape, rows)
         what = f"step {self._sequence}, layer {layer}, stage {stage}, dispatch"
         for peer, work in self._sends[stage].items():  # done for long: the peer has answered it
             world.wait(work, peer, what, timeout_s=self._timeout_s)
-        data = outgoing.pack(self._sequence, layer, stage, hidden_TD, routing)
-        for peer in self._peers:
-            self.traffic.sent(rows, outgoing.payload_bytes(rows, layer))
+        data = None
+        for ffn, peer in enumerate(self._peers):
+            message, hits = self.outgoing[stage][peer], self._layout.rows_of(ffn, layer, routing)
+            self._hits[stage][peer] = hits
+            rows_TD, mine = (hidden_TD, routing) if hits is None else (hidden_TD[hits], routing and routing.rows(hits))
+            if data is None or self._layout.expert_slices is not None:
+                data = message.pack(self._sequence, layer, stage, rows_TD, mine)
+            self.traffic.sent(len(rows_TD), message.payload_bytes(len(rows_TD), layer))
             if peer != world.rank:
                 answer = self.incoming[stage][peer].buffer
                 self._receives[stage][peer] = world.post_receive(answer, peer, _tag(stage, is_reply=True))
@@ -59,21 +65,30 @@ class GlooAttentionPort(AttentionPort):
         what = f"step {self._sequence}, layer {layer}, stage {stage}, combine"
         total_TD = self._total_TD[stage][:rows]
         for peer in self._peers:
-            answer = self.incoming[stage][peer]
+            answer, hits = self.incoming[stage][peer], self._hits[stage][peer]
             if peer != world.rank:
                 world.wait(self._receives[stage][peer], peer, what, timeout_s=self._timeout_s)
-            answer.check(self._sequence, layer, stage, rows, sender=world.topology.name(peer))
-            self.traffic.received(rows, answer.payload_bytes(rows, layer))
-            if len(self._peers) == 1:
+            num_rows = rows if hits is None else len(hits)
+            answer.check(self._sequence, layer, stage, num_rows, sender=world.topology.name(peer))
+            self.traffic.received(num_rows, answer.payload_bytes(num_rows, layer))
+            if len(self._peers) == 1 and hits is None:
                 return answer.hidden(rows)
             if peer == self._peers[0]:
-                total_TD.copy_(answer.hidden(rows))
-            else:
+                total_TD.zero_()
+            if hits is None:
                 total_TD += answer.hidden(rows)
+            else:
+                total_TD.index_add_(0, hits, answer.hidden(num_rows).float())
         return total_TD.to(self._layout.dtype)
 
     def close(self) -> None:
         _finish_sends(self._world, self._sends, timeout_s=self._timeout_s)
+
+    def _messages(self, *, are_different: bool) -> dict[int, Message]:
+        """Return a stage's message by peer: one for all of them, or one for each."""
+        count = len(self._peers) if are_different else 1
+        messages = [Message(self._layout, self._layout.top_k, self._world.job_id) for _ in range(count)]
+        return {peer: messages[index % count] for index, peer in enumerate(self._peers)}
 
 
 class GlooFfnPort(FfnPort):
@@ -85,14 +100,14 @@ class GlooFfnPort(FfnPort):
         self.traffic = TrafficCounters()
         self._world = world
         self._timeout_s = timeout_s
-        self._last_layer = layout.last_layer
+        self._layout = layout
         self._peers = world.topology.attention_ranks
         stages = range(layout.num_stages)
         self._incoming = [{peer: Message(layout, layout.top_k, world.job_id) for peer in self._peers} for _ in stages]
         self._outgoing = [{peer: Message(layout, 0, world.job_id) for peer in self._peers} for _ in stages]
         if attention is not None:
             for stage in stages:
-                self._incoming[stage][world.rank] = attention.outgoing[stage]
+                self._incoming[stage][world.rank] = attention.outgoing[stage][world.rank]
                 self._outgoing[stage][world.rank] = attention.incoming[stage][world.rank]
         capacity = layout.max_rows * len(self._peers)
         self._hidden_RD = [torch.empty(capacity, layout.hidden_size, dtype=layout.dtype) for _ in stages]
@@ -104,6 +119,7 @@ class GlooFfnPort(FfnPort):
         self._rows = [
             {peer: rows for peer, rows in zip(self._peers, stage.padded, strict=True) if rows} for stage in plan.stages
         ]
+        self._received_rows: list[dict[int, int]] = [{} for _ in plan.stages]
         for stage, rows_by_peer in enumerate(self._rows):
             for peer in rows_by_peer:
                 self._post_receive(stage, peer)
@@ -115,20 +131,22 @@ class GlooFfnPort(FfnPort):
             message = self._incoming[stage][peer]
             if peer != world.rank:
                 world.wait(self._receives[stage][peer], peer, what, timeout_s=self._timeout_s)
-            message.check(self._sequence, layer, stage, rows, sender=world.topology.name(peer))
-            self.traffic.received(rows, message.payload_bytes(rows, layer))
-            hidden.append(message.hidden(rows))
-            routing.append(message.routing(rows, layer))
+            sender, can_be_fewer = world.topology.name(peer), self._layout.is_routed(layer)
+            num_rows = message.check(self._sequence, layer, stage, rows, sender=sender, is_ceiling=can_be_fewer)
+            self._received_rows[stage][peer] = num_rows
+            self.traffic.received(num_rows, message.payload_bytes(num_rows, layer))
+            hidden.append(message.hidden(num_rows))
+            routing.append(message.routing(num_rows, layer))
         if len(hidden) == 1:
             return Dispatched(hidden[0], routing[0])
-        num_rows = sum(self._rows[stage].values())
+        num_rows = sum(map(len, hidden))
         hidden_RD = torch.cat(hidden, out=self._hidden_RD[stage][:num_rows])
         if routing[0] is None:
             return Dispatched(hidden_RD, None)
         return Dispatched(hidden_RD, Routing(*map(torch.cat, zip(*routing, strict=True))))
 
     def reply(self, layer: int, stage: int, partial_RD: torch.Tensor) -> None:
-        world, rows_by_peer = self._world, self._rows[stage]
+        world, rows_by_peer = self._world, self._received_rows[stage]
         assert len(partial_RD) == sum(rows_by_peer.values()), (partial_RD.shape, rows_by_peer)
         what = f"step {self._sequence}, layer {layer}, stage {stage}, reply"
         for (peer, rows), partial_TD in zip(
@@ -139,7 +157,7 @@ class GlooFfnPort(FfnPort):
                 world.wait(self._sends[stage][peer], peer, what, timeout_s=self._timeout_s)
             data = message.pack(self._sequence, layer, stage, partial_TD, None)
             self.traffic.sent(rows, message.payload_bytes(rows, layer))
-            if layer < self._last_layer:
+            if layer < self._layout.last_layer:
                 self._post_receive(stage, peer)
             if peer != world.rank:
                 self._sends[stage][peer] = world.send(data, peer, _tag(stage, is_reply=True))

@@ -76,16 +76,18 @@ class Message:
         self._bytes[end : end + _HEADER.size] = header
         return self.buffer[: end + _HEADER.size]
 
-    def check(self, sequence: int, layer: int, stage: int, rows: int, *, sender: str) -> None:
-        """Check that the message in `buffer` is the one given.
+    def check(self, sequence: int, layer: int, stage: int, rows: int, *, sender: str, is_ceiling: bool = False) -> int:
+        """Check that the message in `buffer` is the one given; return its rows, which may be fewer than a ceiling.
 
         Raises:
             ProtocolError: another message, or a shorter one; names sender, layer, stage and both values.
         """
+        if is_ceiling:
+            rows = min(rows, Header(*_HEADER.unpack(self._bytes[: _HEADER.size])[2:]).rows)
         expected = self._encode(sequence, layer, stage, rows)
         end = _HEADER.size + self.payload_bytes(rows, layer)
         if self._bytes[: _HEADER.size] == expected and self._bytes[end : end + _HEADER.size] == expected:
-            return
+            return rows
         where = f"{sender}: step {sequence}, layer {layer}, stage {stage}"
         magic, version, *fields = _HEADER.unpack(self._bytes[: _HEADER.size])
         if (magic, version) != (_MAGIC, _VERSION):

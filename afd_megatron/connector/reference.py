@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from afd_megatron.connector.base import AttentionPort, Dispatched, FfnPort, TrafficCounters
+from afd_megatron.connector.base import AttentionPort, Dispatched, ExchangeLayout, FfnPort, TrafficCounters
 from afd_megatron.errors import PeerError, ProtocolError
 from afd_megatron.plan import StepPlan
 from afd_megatron.routing import Routing
@@ -31,9 +31,11 @@ class ReferenceExchange:
     With `copies` False a tensor is handed over as it is, and its sender leaves it alone until the stage is combined.
     """
 
-    def __init__(self, topology: Topology, dtype: torch.dtype, *, timeout_s: float = 30.0, copies: bool = True) -> None:
+    def __init__(
+        self, topology: Topology, layout: ExchangeLayout, *, timeout_s: float = 30.0, copies: bool = True
+    ) -> None:
         self.topology = topology
-        self.dtype = dtype
+        self.layout = layout
         self._timeout_s = timeout_s
         self._copies = copies
         self._boxes: defaultdict[tuple[str, int, int, int], SimpleQueue[Mail]] = defaultdict(SimpleQueue)
@@ -64,6 +66,7 @@ class ReferenceAttentionPort(AttentionPort):
         self.traffic = TrafficCounters()
         self._exchange = exchange
         self._role_rank = role_rank
+        self._hits: dict[tuple[int, int], torch.Tensor | None] = {}
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -71,20 +74,27 @@ class ReferenceAttentionPort(AttentionPort):
     def dispatch(self, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None) -> None:
         assert len(hidden_TD) == self._plan.stages[stage].padded[self._role_rank], (hidden_TD.shape, stage)
         for ffn in range(self._exchange.topology.num_ffn):
+            hits = self._exchange.layout.rows_of(ffn, layer, routing)
+            self._hits[stage, ffn] = hits
             mail = Mail(self._plan.sequence, layer, hidden_TD, routing)
+            if hits is not None:
+                mail = mail._replace(hidden_TD=hidden_TD[hits], routing=routing and routing.rows(hits))
             self._exchange.post("dispatch", self._role_rank, ffn, stage=stage, mail=mail)
-            self.traffic.sent(len(hidden_TD), _num_bytes(mail))
+            self.traffic.sent(len(mail.hidden_TD), _num_bytes(mail))
 
     def combine(self, layer: int, stage: int) -> torch.Tensor:
-        total_TD = None
+        rows = self._plan.stages[stage].padded[self._role_rank]
+        total_TD = torch.zeros(rows, self._exchange.layout.hidden_size)
         for ffn in range(self._exchange.topology.num_ffn):
             mail = self._exchange.take(
                 "reply", self._role_rank, ffn, layer=layer, stage=stage, sequence=self._plan.sequence
             )
             self.traffic.received(len(mail.hidden_TD), _num_bytes(mail))
-            total_TD = mail.hidden_TD.float() if total_TD is None else total_TD + mail.hidden_TD.float()
-        assert total_TD is not None
-        return total_TD.to(self._exchange.dtype)
+            hits = self._hits[stage, ffn]
+            if hits is None and self._exchange.topology.num_ffn == 1:
+                return mail.hidden_TD
+            total_TD[slice(None) if hits is None else hits] += mail.hidden_TD.float()
+        return total_TD.to(self._exchange.layout.dtype)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -97,6 +107,7 @@ class ReferenceFfnPort(FfnPort):
         self.traffic = TrafficCounters()
         self._exchange = exchange
         self._role_rank = role_rank
+        self._rows: dict[tuple[int, int], int] = {}  # received, by stage and attention rank
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -109,6 +120,7 @@ class ReferenceFfnPort(FfnPort):
                     "dispatch", attention, self._role_rank, layer=layer, stage=stage, sequence=self._plan.sequence
                 )
                 self.traffic.received(len(mail.hidden_TD), _num_bytes(mail))
+                self._rows[stage, attention] = len(mail.hidden_TD)
                 mails.append(mail)
         if len(mails) == 1:
             return Dispatched(mails[0].hidden_TD, mails[0].routing)
@@ -117,12 +129,12 @@ class ReferenceFfnPort(FfnPort):
         return Dispatched(hidden_RD, Routing(*map(torch.cat, zip(*routing, strict=True))) if routing else None)
 
     def reply(self, layer: int, stage: int, partial_RD: torch.Tensor) -> None:
-        padded = self._plan.stages[stage].padded
-        for attention, partial_TD in enumerate(partial_RD.split(padded)):
-            if padded[attention]:
-                mail = Mail(self._plan.sequence, layer, partial_TD, None)
-                self._exchange.post("reply", attention, self._role_rank, stage=stage, mail=mail)
-                self.traffic.sent(len(partial_TD), _num_bytes(mail))
+        senders = [attention for attention, rows in enumerate(self._plan.stages[stage].padded) if rows]
+        sizes = [self._rows[stage, attention] for attention in senders]
+        for attention, partial_TD in zip(senders, partial_RD.split(sizes), strict=True):
+            mail = Mail(self._plan.sequence, layer, partial_TD, None)
+            self._exchange.post("reply", attention, self._role_rank, stage=stage, mail=mail)
+            self.traffic.sent(len(partial_TD), _num_bytes(mail))
 
     def close(self) -> None:
         """Nothing is held."""

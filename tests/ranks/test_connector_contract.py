@@ -21,11 +21,12 @@ from afd_megatron.errors import ConfigError, PeerError, ProtocolError
 from afd_megatron.pipeline import Kind, attention_actions, colocated_actions, ffn_actions
 from afd_megatron.plan import PlanRules, RankCounts, StepPlan, make_plan
 from afd_megatron.routing import Routing
-from afd_megatron.topology import Role, Topology
+from afd_megatron.topology import Role, Topology, contiguous_slice
 from tests.ranks.harness import Ranks, as_topology, run_ranks
 
 TIMEOUT_S = 20.0
 SHORT_TIMEOUT_S = 0.5
+NUM_EXPERTS = 7
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,18 @@ class Case:
     bucket: int | None = None
     delay_s: float = 0.0
     ffn_scales: tuple[float, ...] = (0.37, -1.9, 3.1)
+    is_routed: bool = False
 
     @property
     def layout(self) -> ExchangeLayout:
-        return ExchangeLayout(
+        layout = ExchangeLayout(
             self.hidden_size, self.top_k, self.dtype, self.num_layers - 1, self.num_stages, self.max_rows
         )
+        if not self.is_routed:
+            return layout
+        num_ffn = self.topology.num_ffn
+        slices = tuple(contiguous_slice(NUM_EXPERTS, num_ffn, ffn) for ffn in range(num_ffn))
+        return layout._replace(expert_slices=slices, unrouted_layers=frozenset({1}))
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -66,18 +73,28 @@ class Case:
         return (torch.sin(values * 0.1) + first % 997).to(self.dtype)
 
     def routing(self, sequence: int, layer: int, stage: int, attention: int, rows: int) -> Routing | None:
-        if not self.top_k:
+        if not self.top_k or layer in self.layout.unrouted_layers:
             return None
         ids = torch.arange(rows * self.top_k, dtype=torch.int32).view(rows, self.top_k) + 7 * layer + attention
+        if self.is_routed:
+            ids = ids // 2 % NUM_EXPERTS
         return Routing(ids, (ids + sequence).float() / (stage + 3))
 
     def partial(self, ffn: int, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return (hidden.float() * self.ffn_scales[ffn] + layer).to(self.dtype)
 
-    def combined(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        total = self.partial(0, layer, hidden).float()
-        for ffn in range(1, self.topology.num_ffn):
-            total = total + self.partial(ffn, layer, hidden).float()
+    def hits(self, ffn: int, layer: int, routing: Routing | None, rows: int) -> list[int]:
+        """The rows that a rank gets, worked out row by row."""
+        if not self.is_routed or routing is None:
+            return list(range(rows))
+        mine = set(self.layout.expert_slices[ffn])
+        return [row for row, ids in enumerate(routing.topk_ids.tolist()) if mine & set(ids)]
+
+    def combined(self, layer: int, hidden: torch.Tensor, routing: Routing | None) -> torch.Tensor:
+        total = torch.zeros(hidden.shape)
+        for ffn in range(self.topology.num_ffn):
+            hits = self.hits(ffn, layer, routing, len(hidden))
+            total[hits] = total[hits] + self.partial(ffn, layer, hidden[hits]).float()
         return total.to(self.dtype)
 
 
@@ -105,7 +122,7 @@ class AttentionSide:
             if routing is not None:
                 routing.topk_ids.fill_(-1)
         elif kind is Kind.COMBINE:
-            wanted = self.case.combined(layer, self.case.hidden(*place))
+            wanted = self.case.combined(layer, self.case.hidden(*place), self.case.routing(*place))
             self._answers[stage] = (self.port.combine(layer, stage), wanted)
 
     def check_answer(self, stage: int) -> None:
@@ -142,9 +159,14 @@ class FfnSide:
                 for attention, rows in enumerate(self.plan.stages[stage].padded)
                 if rows
             ]
-            assert torch.equal(hidden, torch.cat([self.case.hidden(*place) for place in places]))
-            if self.case.top_k:
-                wanted = [self.case.routing(*place) for place in places]
+            sent = [self.case.routing(*place) for place in places]
+            hits = [
+                self.case.hits(self.role_rank, layer, part, place[-1]) for part, place in zip(sent, places, strict=True)
+            ]
+            rows = [self.case.hidden(*place)[kept] for place, kept in zip(places, hits, strict=True)]
+            assert torch.equal(hidden, torch.cat(rows))
+            if sent[0] is not None:
+                wanted = [[values[kept] for values in part] for part, kept in zip(sent, hits, strict=True)]
                 for index, dtype in enumerate((torch.int32, torch.float32)):
                     assert routing[index].dtype == dtype
                     assert torch.equal(routing[index], torch.cat([part[index] for part in wanted]))
@@ -194,7 +216,7 @@ def serve_gloo(world: World, case: Case) -> tuple[int, int, int, int] | None:
 
 def serve_reference(case: Case) -> list[tuple[int, int, int, int]]:
     """Run a case on threads of this process."""
-    exchange = ReferenceExchange(case.topology, case.dtype, timeout_s=TIMEOUT_S)
+    exchange = ReferenceExchange(case.topology, case.layout, timeout_s=TIMEOUT_S)
     attention = [ReferenceAttentionPort(exchange, rank) for rank in range(case.topology.num_attention)]
     ffn = [ReferenceFfnPort(exchange, rank) for rank in range(case.topology.num_ffn)]
     if case.topology.colocated:
@@ -258,6 +280,19 @@ def test_routing_travels_with_its_rows(run: Run, topology: Topology, num_stages:
     run(Case(topology, uneven_rows(topology), num_stages=num_stages, top_k=3))
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_rows_travel_to_the_ranks_of_their_experts_alone(
+    run: Run, topology: Topology, num_stages: int, top_k: int
+) -> None:
+    """Every other layer is not routed, and goes to all."""
+    steps = uneven_rows(topology, 8)
+    case = Case(topology, steps, num_stages=num_stages, num_layers=3, top_k=top_k, is_routed=True)
+    counts, all_counts = run(case), run(replace(case, is_routed=False))
+    if topology.num_ffn > 1:
+        assert counts[0][0] < all_counts[0][0] and counts[0][1] < all_counts[0][1]
+
+
 def test_bfloat16_of_odd_width_travels_with_routing_and_adds_in_float32(run: Run, topology: Topology) -> None:
     run(Case(topology, uneven_rows(topology), num_stages=2, top_k=1, hidden_size=7, dtype=torch.bfloat16))
 
@@ -272,7 +307,7 @@ def test_partials_are_added_in_the_order_of_ffn_ranks(run: Run) -> None:
     case = Case(Topology(2, 3), ((4, 4),), ffn_scales=(1e8, 1.0, -1e8))
     hidden = case.hidden(0, 0, 0, 0, 4)
     other_order = (case.partial(0, 0, hidden) + case.partial(2, 0, hidden)) + case.partial(1, 0, hidden)
-    assert not torch.equal(case.combined(0, hidden), other_order)
+    assert not torch.equal(case.combined(0, hidden, None), other_order)
     run(case)
 
 
@@ -280,7 +315,7 @@ def test_wrong_value_is_noticed_by_this_suite() -> None:
     case = Case(Topology(1, 2), ((4,),))
     with pytest.raises(AssertionError):
         serve_with_scales = replace(case, ffn_scales=(0.37, 0.38))
-        exchange = ReferenceExchange(case.topology, case.dtype)
+        exchange = ReferenceExchange(case.topology, case.layout)
         sides = [AttentionSide(case, ReferenceAttentionPort(exchange, 0), 0)]
         ffn = [FfnSide(serve_with_scales, ReferenceFfnPort(exchange, rank), rank) for rank in range(2)]
         for side in (*sides, *ffn):
@@ -457,7 +492,7 @@ def test_peer_without_answer_is_named_in_time(fault: str, reason: str) -> None:
 
 def test_reference_names_a_late_peer() -> None:
     case = Case(Topology(1, 1), ((4,),))
-    exchange = ReferenceExchange(case.topology, case.dtype, timeout_s=0.01)
+    exchange = ReferenceExchange(case.topology, case.layout, timeout_s=0.01)
     side = AttentionSide(case, ReferenceAttentionPort(exchange, 0), 0)
     side.begin_step(case.plans[0])
     side.act(Kind.DISPATCH, 0, 0)

@@ -127,6 +127,21 @@ def test_dense_layers_on_attention_give_the_same_tokens(world, folder, lines, ex
     assert sent == {role: rows * 2 // 3 for role, rows in sent_whole.items()}  # one layer of three is dense
 
 
+@pytest.mark.parametrize(("exchange", "boundary"), [("routed", "ffn"), ("routed", "moe"), ("auto", "ffn")])
+def test_rows_sent_to_their_experts_alone_give_the_same_tokens(
+    world, folder, lines, expected, tmp_path, exchange, boundary
+) -> None:
+    (attention, ffn), ranks = world
+    sections = split(attention, ffn, stages=2, gate="attention", boundary=boundary)
+    whole = job_values(folder, tmp_path / "whole", lines, sections, sampling=GREEDY)
+    decode(ranks, whole)
+    sections["pipeline"]["exchange"] = exchange
+    values = job_values(folder, tmp_path, lines, sections, sampling=GREEDY)
+    assert tokens(decode(ranks, values)) == expected
+    sent, sent_whole = (sum(report["bytes_sent"] for report in read_summary(each)["ranks"]) for each in (values, whole))
+    assert (sent < sent_whole) == (ffn > 1)
+
+
 @pytest.mark.parametrize("world", [(1, 1), (3, 2)], indirect=True, ids=["1a1f", "3a2f"])
 @pytest.mark.parametrize("boundary", ["ffn", "moe"])
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])

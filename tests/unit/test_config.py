@@ -305,6 +305,9 @@ def test_an_override_that_is_no_yaml_is_refused(faults: Faults) -> None:
          "--set job.output=./in.jsonl: job.output: in.jsonl or its summary would overwrite job.input"),
         (["job.output=model"], "--set job.output=model: job.output: model is a folder"),
         ([f"job.output={LONG}"], f"--set job.output={LONG}: job.output: a name of 241 bytes (allowed: up to 240)"),
+        (["pipeline.exchange=routed"],
+         "--set pipeline.exchange=routed: pipeline.exchange: routed knows no experts before the gate"
+         " (allowed: pipeline.gate attention)"),
         (["job.output=x/y"], "--set job.output=x/y: job.output: folder x does not exist"),
         (["job.input=model"], "--set job.input=model: job.input: model is not a file"),
         (["model.path=nope"], "--set model.path=nope: model.path: nope has no config.json"),
@@ -332,8 +335,8 @@ def test_the_output_may_not_be_the_input_under_another_name(faults: Faults, fold
 @pytest.mark.parametrize(
     "override",
     ["model.load=torch_dist", "topology.attention.tp=2", "topology.ffn.tp=2", "topology.placement=spread",
-     "connector.kind=nccl", "connector.kind=cuda_ipc", "connector.reply_dtype=float32", "pipeline.exchange=routed",
-     "pipeline.exchange=auto", "graphs.enabled=true", "engine.kv_memory_fraction=0.5",
+     "connector.kind=nccl", "connector.kind=cuda_ipc", "connector.reply_dtype=float32",
+     "graphs.enabled=true", "engine.kv_memory_fraction=0.5",
      "job.resume=true", "observe.trace=t.json", "observe.metrics_port=9000", "launch.restarts=1"],
 )  # fmt: skip
 def test_what_does_not_exist_yet_is_refused_by_name(faults: Faults, override: str) -> None:

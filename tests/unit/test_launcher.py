@@ -8,12 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from family_configs import QWEN2_MOE
 
 from afd_megatron import launcher
 from afd_megatron.config import JobConfig
 from afd_megatron.engine.results import write_summary
 from afd_megatron.errors import ConfigError
-from afd_megatron.launcher import Start, launched_rank, load_job, needs_ranks_started, read_start, thread_variables
+from afd_megatron.families import load_shape
+from afd_megatron.launcher import (
+    Start,
+    expected_share,
+    is_routed,
+    launched_rank,
+    load_job,
+    needs_ranks_started,
+    read_start,
+    thread_variables,
+)
 from afd_megatron.supervisor import Ending
 
 DEEPSPEED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_SIZE": "1"}
@@ -242,3 +253,48 @@ def test_the_exit_code_says_how_the_job_ended(
 
     monkeypatch.setattr(launcher, "supervise", end_at_once)
     assert launcher.start_ranks(job_2a2f(), Path("script.py"), ["--config", "x.yaml"], DEEPSPEED | SRUN) == code
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_ffn", "share"),
+    [
+        (256, 8, 4, 0.9036),
+        (256, 8, 2, 0.9965),
+        (128, 8, 4, 0.9073),
+        (128, 8, 8, 0.6674),
+        (64, 6, 2, 0.9879),
+        (8, 2, 1, 1),
+    ],
+)
+def test_the_share_of_ranks_that_a_row_goes_to_is_the_published_one(
+    num_experts: int, top_k: int, num_ffn: int, share: float
+) -> None:
+    assert expected_share(num_experts, top_k, num_ffn) == pytest.approx(share, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_ffn", "wanted"),
+    [
+        ({"exchange": "broadcast", "gate": "attention"}, 3, False),
+        ({"exchange": "routed", "gate": "attention"}, 3, True),
+        ({"exchange": "routed", "gate": "attention"}, 1, False),
+        ({"exchange": "auto", "gate": "attention"}, 3, True),
+        ({"exchange": "auto", "gate": "attention"}, 1, False),
+        ({"exchange": "auto", "gate": "ffn"}, 3, False),
+    ],
+)
+def test_auto_takes_the_exchange_with_fewer_bytes(
+    folder: Path, pipeline: dict[str, str], num_ffn: int, wanted: bool
+) -> None:
+    shape = load_shape(folder / "model")
+    config = job(topology={"ffn": {"ep": num_ffn}}, pipeline=pipeline)
+    assert is_routed(config, shape) == wanted
+
+
+def test_routed_is_refused_where_all_ranks_hold_shared_experts(folder: Path) -> None:
+    (folder / "model/config.json").write_text(json.dumps(QWEN2_MOE))
+    overrides = ["pipeline.exchange=routed", "pipeline.gate=attention", "engine.max_context=64"]
+    with pytest.raises(ConfigError, match=r"pipeline\.exchange: routed leaves out ranks that all rows pass"):
+        load_job(folder / "x.yaml", overrides, may_replace_output=False)
+    shared = "pipeline.shared_experts=attention"
+    assert load_job(folder / "x.yaml", [*overrides, shared], may_replace_output=False)
