@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 # From a request to its token, on both roles of the gloo job. What runs before the first request is not in it: the
-# command, the config, joining the world, building model and ports, loading weights, reading the input. Latent attention is
-# the same way once more, in models/latent_attention.py.
+# command, the config, joining the world, building model and ports, loading weights, reading the input. Latent attention
+# is the same way once more, in models/latent_attention.py.
 READING_PATH = [
     "plan.py",
     "pipeline.py",
