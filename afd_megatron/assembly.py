@@ -33,7 +33,7 @@ from afd_megatron.models.kv_cache import KvCache
 from afd_megatron.models.weights import LoadReport, load_attention, load_ffn, open_weights
 from afd_megatron.observability.progress import JobProgress, Progress
 from afd_megatron.plan import PlanRules
-from afd_megatron.topology import Role, contiguous_slice
+from afd_megatron.topology import Role, contiguous_slices
 
 log = logging.getLogger(__name__)
 _DEVICE = torch.device("cpu")
@@ -90,7 +90,9 @@ class RankParts:
             num_stages=config.pipeline.stages,
             max_rows=self._rules.max_rows,
             unrouted_layers=frozenset(layer for layer, is_moe in enumerate(shape.is_moe_layer) if not is_moe),
-            expert_slices=_expert_slices(world, shape) if is_routed(config, shape) else None,
+            expert_slices=contiguous_slices(shape.num_experts, world.topology.num_ffn)
+            if is_routed(config, shape)
+            else None,
         )
         self._ports = make_ports(config.connector.kind, world, layout, timeout_s=config.control.step_timeout_s)
         self._loaded: dict[Role, LoadReport] = {}
@@ -207,11 +209,6 @@ class RankParts:
             role,
             *(num_bytes / 1e6 for num_bytes in astuple(loaded)),
         )
-
-
-def _expert_slices(world: World, shape: ModelShape) -> tuple[range, ...]:
-    num_ffn = world.topology.num_ffn
-    return tuple(contiguous_slice(shape.num_experts, num_ffn, ffn) for ffn in range(num_ffn))
 
 
 def _plan_rules(config: JobConfig) -> PlanRules:

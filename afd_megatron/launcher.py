@@ -21,7 +21,7 @@ from afd_megatron.errors import ConfigError, ExitCode
 from afd_megatron.families import load_shape
 from afd_megatron.families.base import ModelShape, Staying
 from afd_megatron.supervisor import Ending, process_start, supervise
-from afd_megatron.topology import Role, Topology, contiguous_slice
+from afd_megatron.topology import Role, Topology, contiguous_slices
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,14 @@ def is_routed(config: JobConfig, shape: ModelShape) -> bool:
     """
     pipeline, num_ffn = config.pipeline, job_topology(config).num_ffn
     if pipeline.exchange == "auto":
-        spreads_shared = bool(shape.shared_width) and pipeline.shared_experts == "ffn"
-        can = pipeline.gate == "attention" and not spreads_shared
+        can = pipeline.gate == "attention" and not _spreads_shared_experts(config, shape)
         return can and expected_share(shape.num_experts, shape.router.top_k, num_ffn) < 1
     return pipeline.exchange == "routed" and num_ffn > 1
+
+
+def _spreads_shared_experts(config: JobConfig, shape: ModelShape) -> bool:
+    """Return whether every FFN rank holds a part of shared experts, so that every row must go to all of them."""
+    return bool(shape.shared_width) and config.pipeline.shared_experts == "ffn"
 
 
 def expected_share(num_experts: int, top_k: int, num_ffn: int) -> float:
@@ -126,8 +130,8 @@ def expected_share(num_experts: int, top_k: int, num_ffn: int) -> float:
 
     1 - C(E - E_f, k) / C(E, k), averaged over the ranks f with their E_f experts. Source: AIConfigurator.
     """
-    sizes = [len(contiguous_slice(num_experts, num_ffn, ffn)) for ffn in range(num_ffn)]
-    misses = [comb(num_experts - size, top_k) / comb(num_experts, top_k) for size in sizes]
+    slices = contiguous_slices(num_experts, num_ffn)
+    misses = [comb(num_experts - len(mine), top_k) / comb(num_experts, top_k) for mine in slices]
     return 1 - sum(misses) / num_ffn
 
 
@@ -203,8 +207,7 @@ def _model_faults(config: JobConfig) -> Iterator[Fault]:
     if config.topology.ffn.ep > shape.num_experts:
         text = f"{config.topology.ffn.ep} exceeds num_experts {shape.num_experts} (allowed: 1 to {shape.num_experts})"
         yield Fault(("topology.ffn.ep",), text)
-    spreads_shared = bool(shape.shared_width) and config.pipeline.shared_experts == "ffn"
-    if config.pipeline.exchange == "routed" and spreads_shared:
+    if config.pipeline.exchange == "routed" and _spreads_shared_experts(config, shape):
         text = "routed leaves out ranks that all rows pass for the shared experts (allowed: shared_experts attention)"
         yield Fault(("pipeline.exchange", "pipeline.shared_experts"), text)
     if not any(shape.is_remote_layer(staying(config))):

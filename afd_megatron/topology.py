@@ -60,3 +60,8 @@ def contiguous_slice(total: int, num_parts: int, index: int) -> range:
     size, extra = divmod(total, num_parts)
     start = index * size + min(index, extra)
     return range(start, start + size + (index < extra))
+
+
+def contiguous_slices(total: int, num_parts: int) -> tuple[range, ...]:
+    """Return all parts of `contiguous_slice`, in order."""
+    return tuple(contiguous_slice(total, num_parts, index) for index in range(num_parts))

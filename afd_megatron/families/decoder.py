@@ -6,7 +6,7 @@ Source: transformers, where these models are written after Llama, those with lat
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from afd_megatron.families.base import HfTensor, Layout, ModelShape, QkNorm, RopeShape, TensorRule
+from afd_megatron.families.base import HfTensor, Layout, ModelShape, QkNorm, RopeShape, RouterShape, Score, TensorRule
 from afd_megatron.families.fields import Fields
 from afd_megatron.topology import Role
 
@@ -93,9 +93,34 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(fields.count("num_hidden_layers")))
 
 
+def layers_after_dense(fields: Fields, num_dense: int) -> tuple[bool, ...]:
+    """Read which layers are MoE from `first_k_dense_replace`, by default all but the first `num_dense`."""
+    num_dense = fields.count("first_k_dense_replace", num_dense, least=0)
+    return tuple(layer >= num_dense for layer in range(fields.count("num_hidden_layers")))
+
+
+def read_sigmoid_router(fields: Fields, *, num_groups: int, topk_groups: int, scale: float) -> RouterShape:
+    """Read the router of DeepSeek-V3, with what absent fields mean: a bias for the choice, groups by their two best."""
+    return RouterShape(
+        fields.count("num_experts_per_tok", 8),
+        fields.flag("norm_topk_prob", True),
+        Score.SIGMOID,
+        has_bias=True,
+        num_groups=fields.count("n_group", num_groups),
+        topk_groups=fields.count("topk_group", topk_groups),
+        group_top=2,
+        scale=fields.number("routed_scaling_factor", scale),
+    )
+
+
 def ignored(shape: ModelShape) -> tuple[str, ...]:
     """Return what old files hold beside weights, and the copy that a tied head may be saved as."""
     return ("rotary_emb.inv_freq", *(("lm_head.weight",) if shape.has_tied_embeddings else ()))
+
+
+def ignored_and_next_layer(shape: ModelShape) -> tuple[str, ...]:
+    """Return the same and the layer after the last, which predicts several tokens and is not run."""
+    return (*ignored(shape), f"model.layers.{shape.num_layers}.")
 
 
 _MLP_NAMES = ("gate_proj", "up_proj", "down_proj")

@@ -21,7 +21,6 @@ def read_deepseek(
     fields.require("moe_layer_freq", 1)
     num_heads, max_positions = fields.count("num_attention_heads"), fields.count("max_position_embeddings", 4096)
     rope_dim, plain_dim = fields.count("qk_rope_head_dim", 64), fields.count("qk_nope_head_dim", 128)
-    num_dense = fields.count("first_k_dense_replace", num_dense, least=0)
     moe_width = fields.count("moe_intermediate_size")
     return decoder.read_shape(
         fields,
@@ -32,7 +31,7 @@ def read_deepseek(
         max_positions=max_positions,
         norm_eps=1e-6,
         rope=read_rope(fields, rope_dim, max_positions),
-        is_moe_layer=tuple(layer >= num_dense for layer in range(fields.count("num_hidden_layers"))),
+        is_moe_layer=decoder.layers_after_dense(fields, num_dense),
         num_experts=fields.count("n_routed_experts"),
         moe_width=moe_width,
         dense_width=fields.count("intermediate_size"),

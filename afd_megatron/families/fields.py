@@ -12,7 +12,7 @@ class Fields:
     """Reads typed fields and gathers what is wrong with them; `raise_faults` at the end raises it all.
 
     A field that is absent or null takes its default; without one it is a fault. A reader returns a value of its type in
-    any case, so reading goes on after a fault.
+    any case, so reading goes on after a fault, which is told once however often the field is read.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
@@ -72,7 +72,7 @@ class Fields:
         return self._fault(name, value, " or ".join(repr(item) for item in allowed), allowed[0])
 
     def check(self, is_right: bool, fault: str) -> None:
-        if not is_right:
+        if not is_right and fault not in self._faults:
             self._faults.append(fault)
 
     def raise_faults(self) -> None:
@@ -85,5 +85,5 @@ class Fields:
 
     def _fault(self, name: str, value: object, allowed: str, stand_in: T) -> T:
         shown = "missing" if value is None else repr(value)
-        self._faults.append(f"{name}: {shown} (allowed: {allowed})")
+        self.check(False, f"{name}: {shown} (allowed: {allowed})")
         return stand_in

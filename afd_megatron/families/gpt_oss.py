@@ -15,7 +15,7 @@ from afd_megatron.topology import Role
 def _read_shape(config: Mapping[str, object]) -> ModelShape:
     fields = Fields(config)
     fields.require("attention_bias", True)
-    num_layers, head_dim = fields.count("num_hidden_layers", 36), fields.count("head_dim", 64)
+    num_layers, head_dim = fields.count("num_hidden_layers"), fields.count("head_dim", 64)
     max_positions, width = fields.count("max_position_embeddings", 131072), fields.count("intermediate_size", 2880)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         fields.check(False, "rope_parameters: missing (allowed: an object)")

@@ -14,8 +14,8 @@ from afd_megatron.families.rope import read_rope
 
 def _read_shape(config: Mapping[str, object]) -> ModelShape:
     fields = Fields(config)
-    num_layers, num_heads = fields.count("num_hidden_layers", 32), fields.count("num_attention_heads", 32)
-    head_dim = fields.count("head_dim", max(1, fields.count("hidden_size", 4096) // num_heads))
+    num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads", 32)
+    head_dim = fields.count("head_dim", max(1, fields.count("hidden_size") // num_heads))
     max_positions, width = fields.count("max_position_embeddings", 131072), fields.count("intermediate_size", 14336)
     window = fields.optional_count("sliding_window")
     return decoder.read_shape(

@@ -15,7 +15,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
     fields = Fields(config)
     fields.require("attention_bias", False)
     num_heads = fields.count("num_attention_heads", 16)
-    head_dim = max(1, fields.count("hidden_size", 2048) // num_heads)
+    head_dim = max(1, fields.count("hidden_size") // num_heads)
     max_positions = fields.count("max_position_embeddings", 4096)
     width = fields.count("intermediate_size", 2048)
     return decoder.read_shape(
@@ -27,7 +27,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
         max_positions=max_positions,
         norm_eps=1e-5,
         rope=read_rope(fields, head_dim, max_positions),
-        is_moe_layer=(True,) * fields.count("num_hidden_layers", 16),
+        is_moe_layer=(True,) * fields.count("num_hidden_layers"),
         num_experts=fields.count("num_experts", 64),
         moe_width=width,
         dense_width=width,

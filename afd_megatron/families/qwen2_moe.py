@@ -16,7 +16,7 @@ def _read_shape(config: Mapping[str, object]) -> ModelShape:
     fields = Fields(config)
     fields.require("use_sliding_window", False)
     num_heads = fields.count("num_attention_heads", 16)
-    head_dim = max(1, fields.count("hidden_size", 2048) // num_heads)
+    head_dim = max(1, fields.count("hidden_size") // num_heads)
     max_positions = fields.count("max_position_embeddings", 32768)
     return decoder.read_shape(
         fields,

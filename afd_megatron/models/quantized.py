@@ -2,8 +2,8 @@
 
 fp8 in blocks: NAME in float8_e4m3fn, NAME_scale_inv in float32 with one factor per block (DeepSeek-V3's checkpoints).
 mxfp4: NAME_blocks uint8 [E, N, K / 32, 16], two values in a byte, the lower half first, and NAME_scales uint8
-[E, N, K / 32] with the exponent of each 32 values; they stand for NAME [E, K, N]
-(GPT-OSS's). Source: OCP Microscaling Formats 1.0.
+[E, N, K / 32] with the exponent of each 32 values; they stand for NAME [E, K, N] (GPT-OSS's checkpoints).
+Source: OCP Microscaling Formats 1.0.
 """
 
 from collections.abc import Mapping

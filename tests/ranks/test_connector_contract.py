@@ -21,7 +21,7 @@ from afd_megatron.errors import ConfigError, PeerError, ProtocolError
 from afd_megatron.pipeline import Kind, attention_actions, colocated_actions, ffn_actions
 from afd_megatron.plan import PlanRules, RankCounts, StepPlan, make_plan
 from afd_megatron.routing import Routing
-from afd_megatron.topology import Role, Topology, contiguous_slice
+from afd_megatron.topology import Role, Topology, contiguous_slices
 from tests.ranks.harness import Ranks, as_topology, run_ranks
 
 TIMEOUT_S = 20.0
@@ -53,8 +53,7 @@ class Case:
         )
         if not self.is_routed:
             return layout
-        num_ffn = self.topology.num_ffn
-        slices = tuple(contiguous_slice(NUM_EXPERTS, num_ffn, ffn) for ffn in range(num_ffn))
+        slices = contiguous_slices(NUM_EXPERTS, self.topology.num_ffn)
         return layout._replace(expert_slices=slices, unrouted_layers=frozenset({1}))
 
     @property

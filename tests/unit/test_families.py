@@ -85,6 +85,16 @@ def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
     assert len(lines) == 3 and all(line.startswith(f"{path}: ") for line in lines)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers"])
+def test_a_field_that_several_rules_need_is_missed_once(family: str, field: str) -> None:
+    config = FAMILIES[family] | {field: None}
+    with pytest.raises(ConfigError) as raised:
+        family_for(config).read_shape(config)
+    faults = [line for line in str(raised.value).splitlines() if line.startswith(f"{field}: ")]
+    assert faults == [f"{field}: missing (allowed: an integer of at least 1)"]
+
+
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], [], None, "Qwen3MoeForCausalLM"])
 def test_unknown_architecture_is_refused_and_the_known_ones_listed(architectures: object) -> None:
     with pytest.raises(
