@@ -14,7 +14,8 @@ from afd_megatron.attention.worker import AttentionWorker, BatchShape
 from afd_megatron.config import JobConfig
 from afd_megatron.connector import make_ports
 from afd_megatron.connector.base import ExchangeLayout
-from afd_megatron.control import AttentionExchange, PlanReceiver, PlanSender
+from afd_megatron.control.exchange import AttentionExchange
+from afd_megatron.control.plans import PlanReceiver, PlanSender
 from afd_megatron.distributed import World, megatron_groups
 from afd_megatron.engine.clock import JobClock
 from afd_megatron.engine.intake import Intake, JobInput, PromptLimits, read_input
@@ -26,14 +27,14 @@ from afd_megatron.families import load_shape
 from afd_megatron.families.base import ModelShape
 from afd_megatron.ffn.step import FfnStep
 from afd_megatron.ffn.worker import FfnWorker
-from afd_megatron.launcher import is_routed, job_topology, staying
+from afd_megatron.launcher import is_routed, staying
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.kv_cache import KvCache
 from afd_megatron.models.weights import LoadReport, load_attention, load_ffn, open_weights
 from afd_megatron.observability.progress import JobProgress, Progress
-from afd_megatron.plan import PlanRules
-from afd_megatron.topology import Role, contiguous_slices
+from afd_megatron.plan import PlanRules, split_rows
+from afd_megatron.topology import Role, Topology, contiguous_slices
 
 log = logging.getLogger(__name__)
 _DEVICE = torch.device("cpu")
@@ -75,7 +76,7 @@ class RankParts:
         self._world = world
         self._shape = shape
         self._progress = progress
-        self._groups = megatron_groups(world)
+        self._groups = megatron_groups(world, timeout_s=config.control.step_timeout_s)
         self._dtype = getattr(torch, config.model.dtype)
         self._source = open_weights(
             config.model.path, shape, seed=config.model.seed, is_random=config.model.load == "random"
@@ -90,9 +91,7 @@ class RankParts:
             num_stages=config.pipeline.stages,
             max_rows=self._rules.max_rows,
             unrouted_layers=frozenset(layer for layer, is_moe in enumerate(shape.is_moe_layer) if not is_moe),
-            expert_slices=contiguous_slices(shape.num_experts, world.topology.num_ffn)
-            if is_routed(config, shape)
-            else None,
+            expert_slices=_expert_slices(shape, world.topology) if is_routed(config, shape) else None,
         )
         self._ports = make_ports(config.connector.kind, world, layout, timeout_s=config.control.step_timeout_s)
         self._loaded: dict[Role, LoadReport] = {}
@@ -110,6 +109,7 @@ class RankParts:
             role_rank=world.topology.role_rank(world.rank, Role.FFN),
             num_ffn=world.topology.num_ffn,
             stays=self._stays,
+            tp=world.topology.ffn_tp,
         )
         self._note_loaded(Role.FFN, load_ffn(model, self._source, self._shape))
         assert self._ports.ffn is not None
@@ -149,7 +149,8 @@ class RankParts:
         model = AttentionModel(shape, self._dtype, _DEVICE, self._groups[Role.ATTENTION], self._stays)
         self._note_loaded(Role.ATTENTION, load_attention(model, self._source, shape))
         num_blocks = engine.num_kv_blocks + 1  # and the scratch block
-        cache = KvCache(shape, num_blocks, engine.block_size, self._dtype, _DEVICE)
+        tp = self._world.topology.attention_tp
+        cache = KvCache(shape, num_blocks, engine.block_size, self._dtype, _DEVICE, tp=tp)
         self._kv_bytes = cache.num_bytes
         scheduler = Scheduler(
             SchedulerLimits(engine.max_requests_per_rank, engine.max_context, engine.prefill_chunk),
@@ -215,8 +216,15 @@ def _plan_rules(config: JobConfig) -> PlanRules:
     num_rows = config.engine.max_requests_per_rank + config.engine.prefill_chunk
     return PlanRules(
         num_stages=config.pipeline.stages,
-        num_attention=job_topology(config).num_attention,
-        max_rows=-(-num_rows // config.pipeline.stages),
+        num_attention=config.topology.num_attention,
+        max_rows=split_rows(split_rows(num_rows, config.pipeline.stages)[0], config.topology.attention.tp)[0],
         graphs_enabled=config.graphs.enabled,
         buckets=config.graphs.buckets,
+        attention_tp=config.topology.attention.tp,
     )
+
+
+def _expert_slices(shape: ModelShape, topology: Topology) -> tuple[range, ...]:
+    """Return the experts of each FFN rank."""
+    slices = contiguous_slices(shape.num_experts, topology.num_ffn // topology.ffn_tp)
+    return tuple(mine for mine in slices for _ in range(topology.ffn_tp))

@@ -130,28 +130,33 @@ def join(rank: int, topology: Topology, rendezvous: Path, *, timeout_s: float) -
     return World(rank, topology, int(store.get("job_id")), timeout_s=timeout_s)
 
 
-def megatron_groups(world: World) -> "dict[Role, ProcessGroupCollection]":
+def megatron_groups(world: World, *, timeout_s: float) -> "dict[Role, ProcessGroupCollection]":
     """Make Megatron's process groups, all ranks together, and return those of this rank's roles.
 
-    Attention is a grid of TP x DP and FFN one of TP x EP, free of each other in size; Megatron's own
-    `initialize_model_parallel` wants one set of sizes for the whole world, so it is not called.
+    No collective of theirs waits longer than `timeout_s`.
+
+    Attention is a grid of TP x DP, of which only TP talks. An FFN rank is alone: its experts and its slice of their
+    width are cut by us, and what it returns is added on attention. Megatron's own `initialize_model_parallel` wants one
+    set of sizes for the whole world, so it is not called.
     """
+    from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    topology, timeout = world.topology, timedelta(seconds=world._timeout_s)
-    tp, dp, one = _role_groups(topology.attention_ranks, "dp", timeout)
-    attention = ProcessGroupCollection(
-        tp=tp, cp=one, pp=one, dp=dp, dp_cp=dp, tp_cp=tp, ep=one, expt_tp=one, tp_ep=one, expt_dp=one,
-        tp_dp_cp=dp, embd=None, pos_embd=None,
-    )  # fmt: skip
-    tp, ep, one = _role_groups(topology.ffn_ranks, "ep", timeout)
-    ffn = ProcessGroupCollection(
-        tp=tp, cp=one, pp=one, dp=one, dp_cp=one, tp_cp=tp, ep=ep, expt_tp=tp, tp_ep=ep, expt_dp=one,
-        tp_dp_cp=tp, embd=None, pos_embd=None,
-    )  # fmt: skip
-    groups = {Role.ATTENTION: attention, Role.FFN: ffn}
+    topology, groups = world.topology, {}
+    sizes = {
+        Role.ATTENTION: (topology.attention_ranks, topology.attention_tp),
+        Role.FFN: (topology.ffn_ranks, 1),
+    }
+    for role, (ranks, num_tp) in sizes.items():
+        shape = [num_tp, len(ranks) // num_tp, 1]
+        grid = HyperCommGrid(shape, ["tp", "dp", "one"], rank_offset=ranks.start, backend="gloo")
+        tp, one = (grid.create_pg(dim, timeout=timedelta(seconds=timeout_s)) for dim in ("tp", "one"))
+        groups[role] = ProcessGroupCollection(
+            tp=tp, cp=one, pp=one, dp=one, dp_cp=one, tp_cp=tp, ep=one, expt_tp=one, tp_ep=one, expt_dp=one,
+            tp_dp_cp=one, embd=None, pos_embd=None,
+        )  # fmt: skip
     return {role: groups[role] for role in topology.roles(world.rank)}
 
 
@@ -175,16 +180,6 @@ def _claim_folder(folder: Path) -> None:
         raise AfdError(
             f"{folder}: mode {stat.filemode(status.st_mode)}, owner {status.st_uid} (allowed: this user alone)"
         )
-
-
-def _role_groups(
-    ranks: range, second: str, timeout: timedelta
-) -> "tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]":
-    """Return the TP group, the group along `second` and a group of this rank alone; None on ranks of the other role."""
-    from megatron.core.hyper_comm_grid import HyperCommGrid
-
-    grid = HyperCommGrid([1, len(ranks), 1], ["tp", second, "one"], rank_offset=ranks.start, backend="gloo")
-    return tuple(grid.create_pg(dim, timeout=timeout) for dim in grid.dim_names)
 
 
 def _launcher_chain() -> list[tuple[int, int]]:

@@ -96,9 +96,13 @@ def load_job(path: Path, overrides: Sequence[str], *, may_replace_output: bool) 
 
 def job_topology(config: JobConfig) -> Topology:
     topology = config.topology
-    num_attention = topology.attention.dp * topology.attention.tp
-    num_ffn = topology.ffn.ep * topology.ffn.tp
-    return Topology(num_attention, num_ffn, topology.colocated or config.connector.kind == "local")
+    return Topology(
+        topology.num_attention,
+        topology.num_ffn,
+        topology.colocated or config.connector.kind == "local",
+        attention_tp=topology.attention.tp,
+        ffn_tp=topology.ffn.tp,
+    )
 
 
 def staying(config: JobConfig) -> Staying:
@@ -111,13 +115,13 @@ def is_routed(config: JobConfig, shape: ModelShape) -> bool:
     """Return whether rows travel to the FFN ranks of their experts alone.
 
     A row's bytes are the same either way, so with `auto` the share of ranks that a row goes to decides, which is below
-    1 as soon as there are several and a row can miss one of them.
+    1 as soon as several have experts of their own and a row can miss one of them.
     """
-    pipeline, num_ffn = config.pipeline, job_topology(config).num_ffn
+    pipeline, ep = config.pipeline, config.topology.ffn.ep
     if pipeline.exchange == "auto":
         can = pipeline.gate == "attention" and not _spreads_shared_experts(config, shape)
-        return can and expected_share(shape.num_experts, shape.router.top_k, num_ffn) < 1
-    return pipeline.exchange == "routed" and num_ffn > 1
+        return can and expected_share(shape.num_experts, shape.router.top_k, ep) < 1
+    return pipeline.exchange == "routed" and ep > 1
 
 
 def _spreads_shared_experts(config: JobConfig, shape: ModelShape) -> bool:
@@ -125,14 +129,14 @@ def _spreads_shared_experts(config: JobConfig, shape: ModelShape) -> bool:
     return bool(shape.shared_width) and config.pipeline.shared_experts == "ffn"
 
 
-def expected_share(num_experts: int, top_k: int, num_ffn: int) -> float:
+def expected_share(num_experts: int, top_k: int, ep: int) -> float:
     """Return the share of FFN ranks that a row goes to if every choice of experts is equally likely.
 
-    1 - C(E - E_f, k) / C(E, k), averaged over the ranks f with their E_f experts. Source: AIConfigurator.
+    1 - C(E - E_f, k) / C(E, k), averaged over the `ep` parts f with their E_f experts. Source: AIConfigurator.
     """
-    slices = contiguous_slices(num_experts, num_ffn)
+    slices = contiguous_slices(num_experts, ep)
     misses = [comb(num_experts - len(mine), top_k) / comb(num_experts, top_k) for mine in slices]
-    return 1 - sum(misses) / num_ffn
+    return 1 - sum(misses) / ep
 
 
 def needs_ranks_started(config: JobConfig, start: Start | None) -> bool:
@@ -207,6 +211,13 @@ def _model_faults(config: JobConfig) -> Iterator[Fault]:
     if config.topology.ffn.ep > shape.num_experts:
         text = f"{config.topology.ffn.ep} exceeds num_experts {shape.num_experts} (allowed: 1 to {shape.num_experts})"
         yield Fault(("topology.ffn.ep",), text)
+    if config.topology.ffn.tp > shape.moe_width:
+        text = f"{config.topology.ffn.tp} exceeds the width of an expert {shape.moe_width} (allowed: up to it)"
+        yield Fault(("topology.ffn.tp",), text)
+    if not shape.can_share_heads(config.topology.attention.tp):
+        text = f"{config.topology.attention.tp} cannot share {shape.num_heads} heads, {shape.num_kv_heads} of keys"
+        allowed = ", ".join(str(tp) for tp in range(1, shape.num_heads + 1) if shape.can_share_heads(tp))
+        yield Fault(("topology.attention.tp",), f"{text} (allowed: {allowed})")
     if config.pipeline.exchange == "routed" and _spreads_shared_experts(config, shape):
         text = "routed leaves out ranks that all rows pass for the shared experts (allowed: shared_experts attention)"
         yield Fault(("pipeline.exchange", "pipeline.shared_experts"), text)

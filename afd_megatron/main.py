@@ -18,7 +18,7 @@ from afd_megatron.assembly import JobFiles, RankParts, open_job
 from afd_megatron.attention.leader import Leader
 from afd_megatron.attention.worker import AttentionWorker
 from afd_megatron.config import JobConfig
-from afd_megatron.control import gather, handshake
+from afd_megatron.control.handshake import gather, handshake
 from afd_megatron.distributed import World, guard_process, join
 from afd_megatron.engine.results import benchmark_metrics, write_summary
 from afd_megatron.errors import AfdError, CheckpointError, ConfigError, ExitCode

@@ -1,8 +1,10 @@
 """One step as data that every rank agrees on, and its bytes on the wire. Knows no tensors, no transport."""
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from afd_megatron.errors import ProtocolError
@@ -58,7 +60,8 @@ class PlanRules:
     """What turns counts into a plan; equal on all ranks (the handshake checks it).
 
     `buckets` are rows per rank and stage, ascending; only used with `graphs_enabled`.
-    `max_rows` bounds the rows of one rank and stage.
+    `max_rows` bounds the rows of one rank and stage. Each `attention_tp` attention ranks in a row serve the same
+    requests, and of their stages each dispatches a shard of the rows.
     """
 
     num_stages: int
@@ -66,6 +69,7 @@ class PlanRules:
     max_rows: int
     graphs_enabled: bool = False
     buckets: tuple[int, ...] = ()
+    attention_tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,35 +157,38 @@ def plan_num_bytes(num_stages: int, num_attention: int) -> int:
 
 
 def split_rows(num_rows: int, num_stages: int) -> tuple[int, ...]:
-    """Return the rows of each stage: contiguous, sizes differ by at most one, larger first."""
+    """Return the rows of each stage: contiguous, sizes differ by at most one, larger first. Also those of TP shards."""
     size, extra = divmod(num_rows, num_stages)
     return tuple(size + (stage < extra) for stage in range(num_stages))
 
 
 def make_plan(sequence: int, counts: tuple[RankCounts, ...], rules: PlanRules) -> StepPlan:
-    """Return the plan of a step from what all attention ranks scheduled; pure, so every rank comes to the same.
+    """Return the plan of a step from what each attention rank scheduled; pure, so every rank comes to the same.
 
     A step with any prompt row, or without graphs, or above every bucket is EAGER and travels unpadded. Otherwise every
     rank and stage is padded to one common bucket, the smallest that holds the largest need.
     """
+    tp = rules.attention_tp
     assert len(counts) == rules.num_attention, (counts, rules)
-    real_by_rank = [split_rows(count.num_rows, rules.num_stages) for count in counts]
-    real = list(zip(*real_by_rank, strict=True))
-    largest = max(max(stage) for stage in real)
+    rows_by_dp = [split_rows(count.num_rows, rules.num_stages) for count in counts[::tp]]
+    stages = [[split_rows(num_rows, tp) for num_rows in stage] for stage in zip(*rows_by_dp, strict=True)]
+    largest = max(shards[0] for stage in stages for shards in stage)
     assert largest <= rules.max_rows, (largest, rules.max_rows)
     phases = tuple(count.phase for count in counts)
     bucket = next((bucket for bucket in rules.buckets if bucket >= largest), None)
     if not rules.graphs_enabled or bucket is None or Phase.PREFILL in phases:
-        return StepPlan(sequence, RunMode.EAGER, tuple(StageRows(stage, stage) for stage in real), phases)
+        real = [tuple(chain.from_iterable(stage)) for stage in stages]
+        return StepPlan(sequence, RunMode.EAGER, tuple(StageRows(rows, rows) for rows in real), phases)
     padded = (bucket,) * rules.num_attention
-    return StepPlan(sequence, RunMode.REPLAY, tuple(StageRows(padded, stage) for stage in real), phases)
+    real = [tuple(chain.from_iterable(_filled(sum(shards), bucket, tp) for shards in stage)) for stage in stages]
+    return StepPlan(sequence, RunMode.REPLAY, tuple(StageRows(padded, rows) for rows in real), phases)
 
 
 def warmup_plan(sequence: int, num_rows: int, rules: PlanRules) -> StepPlan:
-    """Return a dummy step of `num_rows` padded rows per attention rank, none of them real."""
-    stages = split_rows(num_rows, rules.num_stages)
-    nothing = (0,) * rules.num_attention
-    rows = tuple(StageRows((size,) * rules.num_attention, nothing) for size in stages)
+    """Return a dummy step of `num_rows` padded rows of each DP rank, none of them real."""
+    num_dp, nothing = rules.num_attention // rules.attention_tp, (0,) * rules.num_attention
+    shards = [split_rows(size, rules.attention_tp) * num_dp for size in split_rows(num_rows, rules.num_stages)]
+    rows = tuple(StageRows(padded, nothing) for padded in shards)
     return StepPlan(sequence, RunMode.WARMUP, rows, (Phase.IDLE,) * rules.num_attention)
 
 
@@ -217,3 +224,9 @@ def ffn_action(mode: RunMode, has_graph: bool) -> tuple[FfnAction, str | None]:
     if mode is RunMode.REPLAY:
         return (FfnAction.REPLAY, None) if has_graph else (FfnAction.EAGER, "no graph for the layout")
     return FfnAction.EAGER, None
+
+
+def _filled(num_rows: int, bucket: int, tp: int) -> Iterator[int]:
+    """Yield the real rows of each shard of `bucket` rows; padding comes last, so the first shards are full."""
+    for shard in range(tp):
+        yield min(max(num_rows - shard * bucket, 0), bucket)

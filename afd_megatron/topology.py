@@ -13,14 +13,19 @@ class Role(StrEnum):
 class Topology:
     """The ranks of one job: attention ranks first, then FFN ranks; under `colocated` each rank is both.
 
-    `num_attention` and `num_ffn` are free of each other, except that `colocated` wants them equal.
+    `num_attention` and `num_ffn` are free of each other, except that `colocated` wants them equal. Each `attention_tp`
+    attention ranks in a row serve the same requests and share the heads, each `ffn_tp` FFN ranks hold the same experts
+    and share their width.
     """
 
     num_attention: int
     num_ffn: int
     colocated: bool = False
+    attention_tp: int = 1
+    ffn_tp: int = 1
 
     def __post_init__(self) -> None:
+        assert self.num_attention % self.attention_tp == self.num_ffn % self.ffn_tp == 0, self
         assert self.num_attention >= 1 and self.num_ffn >= 1, (self.num_attention, self.num_ffn)
         assert not self.colocated or self.num_attention == self.num_ffn, (self.num_attention, self.num_ffn)
 
@@ -47,6 +52,11 @@ class Topology:
     def role_rank(self, rank: int, role: Role) -> int:
         ranks = self.attention_ranks if role is Role.ATTENTION else self.ffn_ranks
         return ranks.index(rank)
+
+    def tp_ranks(self, attention: int) -> range:
+        """Return the role ranks of attention that serve the same requests as role rank `attention`."""
+        first = attention - attention % self.attention_tp
+        return range(first, first + self.attention_tp)
 
     def name(self, rank: int) -> str:
         """How messages call a rank, for example `rank 3 (ffn 1)`."""

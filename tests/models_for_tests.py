@@ -139,5 +139,5 @@ class OneProcess:
             residual_TD, normed_TD = attention.attend(layer, hidden_TD, inputs, self.cache)
             routing = attention.route(layer, normed_TD)
             partials = [ffn.experts(layer, normed_TD, routing).float() for ffn in self.ffn]
-            hidden_TD = attention.finish(layer, residual_TD, sum(partials).to(normed_TD.dtype))
+            hidden_TD = attention.finish(residual_TD, sum(partials).to(normed_TD.dtype))
         return attention.logits(hidden_TD[stage.sample_rows_N])

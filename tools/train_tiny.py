@@ -31,7 +31,7 @@ from tiny_tasks import EOS, PAD, TASKS, TOKEN_IDS, VOCABULARY, draw, held_out_ex
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from afd_megatron.families import family_for, family_of
-from afd_megatron.families.base import Layout, ModelShape
+from afd_megatron.families.base import Layout, ModelShape, TensorRule
 from afd_megatron.models.config import transformer_config
 
 # B rows of packed examples, T tokens of a row, V vocabulary; Megatron: s tokens, b rows, n heads, h head dim.
@@ -197,7 +197,7 @@ def hf_tensors(model: GPTModel, shape: ModelShape) -> dict[str, torch.Tensor]:
             name = rule.name
             if is_per_expert:
                 name = name.replace(".experts.", f".experts.local_experts.{expert}.") + ".weight"
-            for source, part in zip(rule.sources, _split(ours[name], rule.layout, shape), strict=True):
+            for source, part in zip(rule.sources, _split(ours[name], rule, shape), strict=True):
                 tensors[source.name.format(expert=expert)] = part.contiguous()
     return tensors
 
@@ -294,11 +294,11 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _split(weight: torch.Tensor, layout: Layout, shape: ModelShape) -> Sequence[torch.Tensor]:
+def _split(weight: torch.Tensor, rule: TensorRule, shape: ModelShape) -> Sequence[torch.Tensor]:
     """Undo a layout: the tensors that it was made of."""
-    match layout:
-        case Layout.GATE_UP | Layout.EXPERT_GATE_UP:
-            return weight.chunk(2)
+    match rule.layout:
+        case Layout.ROWS | Layout.EXPERT_GATE_UP:
+            return weight.chunk(len(rule.sources))
         case Layout.QKV:
             num_queries = shape.num_heads // shape.num_kv_heads
             groups = weight.unflatten(0, (shape.num_kv_heads, num_queries + 2, shape.head_dim))

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
-from afd_megatron.control import PlanSender, StepEntry
+from afd_megatron.control.exchange import StepEntry
+from afd_megatron.control.plans import PlanSender
 from afd_megatron.engine.balance import choose_rank
 from afd_megatron.engine.clock import JobClock
 from afd_megatron.engine.intake import Intake
@@ -42,7 +43,7 @@ class Leader:
         self._progress = progress
         self._queue: deque[Request] = deque()
         self._num_unanswered = 0
-        self._unseen: dict[int, list[Request]] = {}  # handed to other ranks after they wrote the entries seen last
+        self._unseen: dict[int, list[Request]] = {}  # handed out after the entries seen last were written
         self.results: list[Result] = []
         self.num_unstarted = 0
 
@@ -52,9 +53,12 @@ class Leader:
         return not self._intake and not self._queue and not self._num_unanswered
 
     def hand_out(self, entries: Sequence[StepEntry]) -> dict[int, list[Request]]:
-        """Return new requests by attention rank: each goes to the least loaded of those with room for it.
+        """Return new requests by DP rank: each goes to the least loaded of those with room for it.
 
         A request waits here and not at a rank, so that a rank whose requests end early takes the next one.
+
+        Args:
+            entries: what each DP rank told in the last exchange.
         """
         self._queue += self._intake.take_due(self._clock())
         loads = [entry.load for entry in entries]
@@ -70,7 +74,7 @@ class Leader:
             room[rank] -= 1
             by_rank.setdefault(rank, []).append(request)
             self._num_unanswered += 1
-        self._unseen = {rank: requests for rank, requests in by_rank.items() if rank != 0}
+        self._unseen = by_rank
         return by_rank
 
     def take(self, results: Iterable[Result]) -> None:

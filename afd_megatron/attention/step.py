@@ -1,6 +1,6 @@
 """Attention's half of a step: attend, dispatch, combine, and the logits at its end. Knows no requests, no transport.
 
-T rows of one stage on this rank, N rows whose logits are wanted, D hidden, V vocabulary.
+T rows of one stage on this rank, X of them that it dispatches, N rows whose logits are wanted, D hidden, V vocabulary.
 """
 
 from typing import Protocol
@@ -45,6 +45,10 @@ class AttentionStep:
     @torch.inference_mode()
     def run(self, plan: StepPlan, stages: tuple[StageBatch, ...]) -> torch.Tensor:
         """Run one step and return the logits float32 [N, V] of every stage's `sample_rows_N`, stages in order."""
+        with self._model.tensor_parallel.naming_peers():
+            return self._run(plan, stages)
+
+    def _run(self, plan: StepPlan, stages: tuple[StageBatch, ...]) -> torch.Tensor:
         model, port = self._model, self._port
         port.begin_step(plan)
         if self._ffn is not None:
@@ -64,11 +68,12 @@ class AttentionStep:
             if kind is Kind.ATTEND:
                 residual[stage], normed[stage] = model.attend(layer, hidden[stage], inputs[stage], self._cache)
             elif kind is Kind.DISPATCH:
-                port.dispatch(layer, stage, normed[stage], model.route(layer, normed[stage]))
+                shard_XD = model.shard(normed[stage])
+                port.dispatch(layer, stage, shard_XD, model.route(layer, shard_XD))
                 residual[stage] = model.add_shared(layer, residual[stage], normed[stage])  # while the rows are away
             elif kind is Kind.OWN_FFN:
-                hidden[stage] = model.finish(layer, residual[stage], model.own_ffn(layer, normed[stage]))
+                hidden[stage] = model.run_dense(layer, residual[stage], normed[stage])
             else:
-                hidden[stage] = model.finish(layer, residual[stage], port.combine(layer, stage))
+                hidden[stage] = model.finish(residual[stage], port.combine(layer, stage))
         rows = [hidden_TD[stage.sample_rows_N] for hidden_TD, stage in zip(hidden, stages, strict=True)]
         return model.logits(torch.cat(rows))

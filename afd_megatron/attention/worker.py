@@ -9,10 +9,10 @@ import torch
 
 from afd_megatron.attention.leader import Leader
 from afd_megatron.attention.step import AttentionStep
-from afd_megatron.control import AttentionExchange, StepEntry
+from afd_megatron.control.exchange import AttentionExchange, StepEntry
 from afd_megatron.engine.batch import make_stages
 from afd_megatron.engine.clock import JobClock
-from afd_megatron.engine.request import Request, Result
+from afd_megatron.engine.request import Request, Result, SampledToken
 from afd_megatron.engine.sampler import sample
 from afd_megatron.engine.scheduler import Schedule, Scheduler
 from afd_megatron.observability.progress import Progress
@@ -30,8 +30,9 @@ class BatchShape(NamedTuple):
 class AttentionWorker:
     """Serves requests on one attention rank; the one with a `leader` is rank 0 and serves the job as well.
 
-    In each round all attention ranks exchange what they have scheduled and come to the same plan from it. What was
-    handed out or finished in a round travels with the next exchange. `stop` asks for an early end.
+    In each round all attention ranks exchange what they have scheduled and come to the same plan from it. What is
+    handed out with an exchange is scheduled in the next round. TP ranks do the same with the same requests, but draw
+    and report only on the first of them. `stop` asks for an early end.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class AttentionWorker:
         progress: Progress,
         stop: threading.Event,
     ) -> None:
-        self._role_rank = role_rank
+        first = role_rank - role_rank % rules.attention_tp
+        self._tp_ranks = range(first, first + rules.attention_tp)
+        self._is_first = role_rank == first
         self._scheduler = scheduler
         self._step = step
         self._exchange = exchange
@@ -82,11 +85,7 @@ class AttentionWorker:
         """Do one exchange and, if any rank has rows, one step; return whether there is more to do."""
         handed_out = self._hand_out()
         schedule = self._scheduler.schedule()
-        exchanged = self._exchange.exchange(
-            self._entry(schedule),
-            {rank: _join(requests) for rank, requests in handed_out.items()},
-            self._take_finished(),
-        )
+        exchanged = self._exchange.exchange(self._entry(schedule), handed_out, self._take_finished())
         self._entries = exchanged.entries
         if self._leader is not None:
             self._leader.take(Result.from_bytes(line) for data in exchanged.results for line in data.splitlines())
@@ -105,13 +104,13 @@ class AttentionWorker:
                 self._leader.wait_idle(self._stop)
         return True
 
-    def _hand_out(self) -> dict[int, list[Request]]:
-        """Return the requests for other ranks, those for this one already added. None before the first exchange."""
+    def _hand_out(self) -> dict[int, bytes]:
+        """Return new requests by attention rank, the same for TP ranks. None before the first exchange."""
         if self._leader is None or not self._entries:
             return {}
-        handed_out = self._leader.hand_out(self._entries)
-        self._add(handed_out.pop(self._role_rank, ()))
-        return handed_out
+        tp = len(self._tp_ranks)
+        by_dp = {dp: _join(requests) for dp, requests in self._leader.hand_out(self._entries[::tp]).items()}
+        return {dp * tp + shard: requests for dp, requests in by_dp.items() for shard in range(tp)}
 
     def _add(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -122,7 +121,7 @@ class AttentionWorker:
     def _finish(self, *results: Result) -> None:
         if self._leader is not None:
             self._leader.take(results)
-        else:
+        elif self._is_first:
             self._finished += results
 
     def _take_finished(self) -> bytes:
@@ -145,7 +144,11 @@ class AttentionWorker:
     def _run_step(self, schedule: Schedule, counts: tuple[RankCounts, ...]) -> None:
         plan = make_plan(self._sequence, counts, self._rules)
         logits_NV = self._run_plan(plan, schedule)
-        sampled = sample(logits_NV, schedule.requests, schedule.sample_positions, vocab_size=self._shape.vocab_size)
+        if self._is_first:
+            sampled = sample(logits_NV, schedule.requests, schedule.sample_positions, vocab_size=self._shape.vocab_size)
+            self._exchange.send_tokens([token.token_id for token in sampled])
+        else:
+            sampled = [SampledToken(token_id) for token_id in self._exchange.receive_tokens(len(schedule.requests))]
         self._finish(*self._scheduler.finish_step(schedule, sampled))
 
     def _run_plan(self, plan: StepPlan, schedule: Schedule) -> torch.Tensor:
@@ -159,8 +162,8 @@ class AttentionWorker:
             self.steps["prefill" if plan.has_prefill else "decode"] += 1
         stages = make_stages(
             schedule,
-            real=[stage.real[self._role_rank] for stage in plan.stages],
-            padded=[stage.padded[self._role_rank] for stage in plan.stages],
+            real=[sum(stage.real[rank] for rank in self._tp_ranks) for stage in plan.stages],
+            padded=[sum(stage.padded[rank] for rank in self._tp_ranks) for stage in plan.stages],
             block_size=self._shape.block_size,
             device=self._shape.device,
         )

@@ -107,14 +107,17 @@ def _not_yet(config: JobConfig) -> Iterator[Fault]:
 
 def _contradictions(config: JobConfig) -> Iterator[Fault]:
     topology, local = config.topology, config.connector.kind == "local"
-    dp, ep = topology.attention.dp, topology.ffn.ep
-    counts = ("topology.attention.dp", "topology.ffn.ep")
-    if topology.colocated and dp != ep:
-        yield Fault(("topology.colocated", *counts), f"attention.dp {dp} is not ffn.ep {ep} (allowed: equal numbers)")
-    if local and (dp, ep) != (1, 1):
-        text = f"local is one process, but attention.dp is {dp} and ffn.ep {ep} (allowed: 1 and 1, or kind gloo)"
-        yield Fault(("connector.kind", *counts), text)
-    if topology.colocated and dp == ep == 1 and not local:
+    num_attention, num_ffn = topology.num_attention, topology.num_ffn
+    counts = tuple(f"topology.{key}" for key in ("attention.dp", "attention.tp", "ffn.ep", "ffn.tp"))
+    if topology.colocated and num_attention != num_ffn:
+        text = (
+            f"{num_attention} attention ranks (dp x tp) are not {num_ffn} FFN ranks (ep x tp) (allowed: equal numbers)"
+        )
+        yield Fault(("topology.colocated", *counts), text)
+    if local and (num_attention, num_ffn) != (1, 1):
+        text = f"local is one process, but there are {num_attention} attention and {num_ffn} FFN ranks"
+        yield Fault(("connector.kind", *counts), f"{text} (allowed: 1 and 1, or kind gloo)")
+    if topology.colocated and num_attention == num_ffn == 1 and not local:
         text = f"{config.connector.kind} has no peer on one colocated rank (allowed: local)"
         yield Fault(("connector.kind", "topology.colocated", *counts), text)
     if config.launch.threads.ffn and (topology.colocated or local):

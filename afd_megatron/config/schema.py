@@ -37,14 +37,14 @@ class AttentionTopology(Section):
     dp: Count = 1
     """Attention ranks that each hold requests of their own."""
     tp: Count = 1
-    """Ranks that share the heads of one of them."""
+    """Ranks that serve the same requests and share the heads; a divisor of the model's number of heads."""
 
 
 class FfnTopology(Section):
     ep: Count = 1
     """FFN ranks that share the experts, whose numbers may differ by one."""
     tp: Count = 1
-    """Ranks that share the width of one expert."""
+    """Ranks that hold the same experts and share their width."""
 
 
 class TopologyConfig(Section):
@@ -56,6 +56,14 @@ class TopologyConfig(Section):
     """Every rank has both roles: the baseline that a split is compared with."""
     placement: str | None = None
     """Which role sits on which node; null is one node."""
+
+    @property
+    def num_attention(self) -> int:
+        return self.attention.dp * self.attention.tp
+
+    @property
+    def num_ffn(self) -> int:
+        return self.ffn.ep * self.ffn.tp
 
 
 class ConnectorConfig(Section):
@@ -215,8 +223,6 @@ class NotYet(NamedTuple):
 
 NOT_YET = {
     "model.load": NotYet(("hf", "random"), "Megatron torch_dist checkpoints"),
-    "topology.attention.tp": NotYet((1,), "tensor parallel attention"),
-    "topology.ffn.tp": NotYet((1,), "tensor parallel experts"),
     "topology.placement": NotYet((None,), "several nodes"),
     "connector.kind": NotYet(("local", "gloo"), "connectors between GPUs"),
     "connector.reply_dtype": NotYet(("model",), "partial sums in float32 on the wire"),

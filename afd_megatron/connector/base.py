@@ -69,7 +69,7 @@ class TrafficCounters:
 class AttentionPort(ABC):
     """Attention's end. Per step: `begin_step`, then dispatch and combine in the order of `pipeline`.
 
-    A (layer, stage) in which this rank has 0 padded rows is neither dispatched nor combined.
+    A (layer, stage) in which this rank has 0 padded rows sends and takes no message.
     """
 
     traffic: TrafficCounters

@@ -44,6 +44,8 @@ class GlooAttentionPort(AttentionPort):
     def dispatch(self, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None) -> None:
         rows, world = self._rows[stage], self._world
         assert hidden_TD.shape == (rows, self._layout.hidden_size), (hidden_TD.shape, rows)
+        if not rows:
+            return
         what = f"step {self._sequence}, layer {layer}, stage {stage}, dispatch"
         for peer, work in self._sends[stage].items():  # done for long: the peer has answered it
             world.wait(work, peer, what, timeout_s=self._timeout_s)
@@ -64,7 +66,7 @@ class GlooAttentionPort(AttentionPort):
         rows, world = self._rows[stage], self._world
         what = f"step {self._sequence}, layer {layer}, stage {stage}, combine"
         total_TD = self._total_TD[stage][:rows]
-        for peer in self._peers:
+        for peer in self._peers if rows else ():
             answer, hits = self.incoming[stage][peer], self._hits[stage][peer]
             if peer != world.rank:
                 world.wait(self._receives[stage][peer], peer, what, timeout_s=self._timeout_s)

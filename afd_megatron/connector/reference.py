@@ -72,8 +72,9 @@ class ReferenceAttentionPort(AttentionPort):
         self._plan = plan
 
     def dispatch(self, layer: int, stage: int, hidden_TD: torch.Tensor, routing: Routing | None) -> None:
-        assert len(hidden_TD) == self._plan.stages[stage].padded[self._role_rank], (hidden_TD.shape, stage)
-        for ffn in range(self._exchange.topology.num_ffn):
+        rows = self._plan.stages[stage].padded[self._role_rank]
+        assert len(hidden_TD) == rows, (hidden_TD.shape, rows)
+        for ffn in range(self._exchange.topology.num_ffn if rows else 0):
             hits = self._exchange.layout.rows_of(ffn, layer, routing)
             self._hits[stage, ffn] = hits
             mail = Mail(self._plan.sequence, layer, hidden_TD, routing)
@@ -85,7 +86,7 @@ class ReferenceAttentionPort(AttentionPort):
     def combine(self, layer: int, stage: int) -> torch.Tensor:
         rows = self._plan.stages[stage].padded[self._role_rank]
         total_TD = torch.zeros(rows, self._exchange.layout.hidden_size)
-        for ffn in range(self._exchange.topology.num_ffn):
+        for ffn in range(self._exchange.topology.num_ffn if rows else 0):
             mail = self._exchange.take(
                 "reply", self._role_rank, ffn, layer=layer, stage=stage, sequence=self._plan.sequence
             )

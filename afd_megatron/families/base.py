@@ -136,6 +136,15 @@ class ModelShape:
     shared_width: int = 0
     has_shared_gate: bool = False
 
+    def can_share_heads(self, tp: int) -> bool:
+        """Return whether `tp` ranks can have equally many heads each, with the KV heads of these."""
+        return not self.num_heads % tp and (not self.num_kv_heads % tp or not tp % self.num_kv_heads)
+
+    def kv_heads(self, tp_rank: int, tp: int) -> range:
+        """Return the KV heads of one of `tp` ranks; where there are fewer than ranks, several ranks hold the same."""
+        first = tp_rank * self.num_kv_heads // tp
+        return range(first, first + max(1, self.num_kv_heads // tp))
+
     def is_remote_layer(self, stays: "Staying") -> tuple[bool, ...]:
         """Return a flag per layer: whether its rows travel to FFN ranks."""
         return self.is_moe_layer if stays.dense else (True,) * self.num_layers
@@ -152,16 +161,22 @@ class Staying(NamedTuple):
 class Layout(StrEnum):
     """How the HF tensors of a rule make ours.
 
-    COPY: one tensor as it is. QKV: q, k, v interleaved by KV group (q.. k v per group). GATE_UP: gate rows over up
-    rows, each cut to the rank's slice of the width. DOWN: columns cut to the rank's slice of the width.
-    EXPERT_GATE_UP / EXPERT_DOWN: the rank's experts stacked, `{expert}` in the HF name stands for each of them, or one
-    packed tensor. EXPERT_PAIRS: gate and up rows of a packed tensor take turns; it may be a vector per expert.
+    COPY: one tensor as it is. ROWS: tensors over each other, the rank's slice of the rows of each, as of heads, or of
+    gate and up. COLUMNS: the rank's slice of the columns. VOCAB: the rank's rows of equal parts, the last one padded
+    with zeros. QKV: q, k, v of the rank's heads, interleaved by KV group (q.. k v per group). KV_ROWS: rows of the
+    rank's KV heads.
+    EXPERT_GATE_UP / EXPERT_DOWN: the rank's experts stacked and cut to its slice of their width, `{expert}` in the HF
+    name stands for each of them, or one packed tensor. EXPERT_PAIRS: gate and up rows of a packed tensor take turns.
+    Packed ones may be a vector per expert; what is added to the sum of the slices is that of the first of them, 0 in
+    the others.
     """
 
     COPY = "copy"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    VOCAB = "vocab"
     QKV = "qkv"
-    GATE_UP = "gate_up"
-    DOWN = "down"
+    KV_ROWS = "kv_rows"
     EXPERT_GATE_UP = "expert_gate_up"
     EXPERT_DOWN = "expert_down"
     EXPERT_PAIRS = "expert_pairs"

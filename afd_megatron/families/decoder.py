@@ -167,7 +167,8 @@ def tensor_rules(
 ) -> tuple[TensorRule, ...]:
     """Return the rules of the whole model, those of a MoE layer's FFN as `moe_rules(shape, ours, hf)` has them."""
     hidden = shape.hidden_size
-    rules = [_copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape.vocab_size, hidden)]
+    vocab = (shape.vocab_size, hidden)
+    rules = [_rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", *vocab, layout=Layout.VOCAB)]
     for layer, is_moe in enumerate(shape.is_moe_layer):
         ours, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         rules += _norm_rules(shape, ours, hf)
@@ -177,15 +178,15 @@ def tensor_rules(
             rules += moe_rules(shape, f"{ours}mlp.", hf)
         else:
             rules += _mlp_rules(f"{ours}mlp.", f"{hf}mlp.", shape.dense_width, hidden)
-    rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", hidden))
+    rules.append(_rule("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     if not shape.has_tied_embeddings:
-        rules.append(_copy("output_layer.weight", "lm_head.weight", shape.vocab_size, hidden))
+        rules.append(_rule("output_layer.weight", "lm_head.weight", *vocab, layout=Layout.VOCAB))
     return tuple(rules)
 
 
 def _norm_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
     for name, source in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
-        yield _copy(f"{ours}{name}.weight", f"{hf}{source}.weight", shape.hidden_size)
+        yield _rule(f"{ours}{name}.weight", f"{hf}{source}.weight", shape.hidden_size)
 
 
 def _attention_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
@@ -194,45 +195,48 @@ def _attention_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRu
     sizes["v"] = sizes["k"]
     if shape.qk_norm is not QkNorm.NONE:
         for part in ("q", "k"):
-            size = shape.head_dim if shape.qk_norm is QkNorm.HEAD else sizes[part]
-            yield _copy(f"{ours}{part}_layernorm.weight", f"{hf}{part}_norm.weight", size)
+            is_whole = shape.qk_norm is QkNorm.HEAD
+            layout = Layout.COPY if is_whole else Layout.ROWS if part == "q" else Layout.KV_ROWS
+            size = shape.head_dim if is_whole else sizes[part]
+            yield _rule(f"{ours}{part}_layernorm.weight", f"{hf}{part}_norm.weight", size, layout=layout)
     for kind, inner in (("weight", (hidden,)), ("bias", ())):
         if kind == "weight" or shape.has_qkv_bias:
             qkv = tuple(HfTensor(f"{hf}{part}_proj.{kind}", (size, *inner)) for part, size in sizes.items())
             yield TensorRule(f"{ours}linear_qkv.{kind}", qkv, Layout.QKV, Role.ATTENTION)
-    yield _copy(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, sizes["q"])
+    yield _rule(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, sizes["q"], layout=Layout.COLUMNS)
     if shape.has_output_bias:
-        yield _copy(f"{ours}linear_proj.bias", f"{hf}o_proj.bias", hidden)
+        yield _rule(f"{ours}linear_proj.bias", f"{hf}o_proj.bias", hidden)
     if shape.has_sinks:
-        yield _copy(f"{ours}sinks", f"{hf}sinks", shape.num_heads)
+        yield _rule(f"{ours}sinks", f"{hf}sinks", shape.num_heads, layout=Layout.ROWS)
 
 
 def _latent_rules(shape: ModelShape, ours: str, hf: str) -> Iterator[TensorRule]:
     latent, hidden, num_heads = shape.latent, shape.hidden_size, shape.num_heads
     assert latent is not None
+    query = num_heads * shape.head_dim
     if latent.q_rank is None:
-        yield _copy(f"{ours}linear_q_proj.weight", f"{hf}q_proj.weight", num_heads * shape.head_dim, hidden)
+        yield _rule(f"{ours}linear_q_proj.weight", f"{hf}q_proj.weight", query, hidden, layout=Layout.ROWS)
     else:
-        yield _copy(f"{ours}linear_q_down_proj.weight", f"{hf}q_a_proj.weight", latent.q_rank, hidden)
-        yield _copy(f"{ours}q_layernorm.weight", f"{hf}q_a_layernorm.weight", latent.q_rank)
-        out = num_heads * shape.head_dim
-        yield _copy(f"{ours}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", out, latent.q_rank)
+        yield _rule(f"{ours}linear_q_down_proj.weight", f"{hf}q_a_proj.weight", latent.q_rank, hidden)
+        yield _rule(f"{ours}q_layernorm.weight", f"{hf}q_a_layernorm.weight", latent.q_rank)
+        yield _rule(f"{ours}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", query, latent.q_rank, layout=Layout.ROWS)
     down = latent.kv_rank + shape.rope.num_dims
-    yield _copy(f"{ours}linear_kv_down_proj.weight", f"{hf}kv_a_proj_with_mqa.weight", down, hidden)
-    yield _copy(f"{ours}kv_layernorm.weight", f"{hf}kv_a_layernorm.weight", latent.kv_rank)
+    yield _rule(f"{ours}linear_kv_down_proj.weight", f"{hf}kv_a_proj_with_mqa.weight", down, hidden)
+    yield _rule(f"{ours}kv_layernorm.weight", f"{hf}kv_a_layernorm.weight", latent.kv_rank)
     up = num_heads * (latent.plain_dim + latent.v_dim)
-    yield _copy(f"{ours}linear_kv_up_proj.weight", f"{hf}kv_b_proj.weight", up, latent.kv_rank)
-    yield _copy(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, num_heads * latent.v_dim)
+    yield _rule(f"{ours}linear_kv_up_proj.weight", f"{hf}kv_b_proj.weight", up, latent.kv_rank, layout=Layout.ROWS)
+    out = num_heads * latent.v_dim
+    yield _rule(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", hidden, out, layout=Layout.COLUMNS)
 
 
-def _copy(ours: str, hf: str, *size: int) -> TensorRule:
-    return TensorRule(ours, (HfTensor(hf, size),), Layout.COPY, Role.ATTENTION)
+def _rule(ours: str, hf: str, *size: int, layout: Layout = Layout.COPY) -> TensorRule:
+    return TensorRule(ours, (HfTensor(hf, size),), layout, Role.ATTENTION)
 
 
 def _mlp_rules(ours: str, hf: str, width: int, hidden: int) -> Iterator[TensorRule]:
     gate_up, down = _mlp_sources(hf, _MLP_NAMES, width, hidden)
-    yield TensorRule(f"{ours}linear_fc1.weight", gate_up, Layout.GATE_UP, Role.FFN, is_movable=True)
-    yield TensorRule(f"{ours}linear_fc2.weight", down, Layout.DOWN, Role.FFN, is_movable=True)
+    yield TensorRule(f"{ours}linear_fc1.weight", gate_up, Layout.ROWS, Role.FFN, is_movable=True)
+    yield TensorRule(f"{ours}linear_fc2.weight", down, Layout.COLUMNS, Role.FFN, is_movable=True)
 
 
 def _mlp_sources(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from afd_megatron.control import PlanReceiver
+from afd_megatron.control.plans import PlanReceiver
 from afd_megatron.ffn.step import FfnStep
 from afd_megatron.observability.progress import Progress
 from afd_megatron.plan import ffn_action

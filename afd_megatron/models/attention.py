@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from afd_megatron.engine.batch import PrefillChunk, StageBatch
 from afd_megatron.families.base import ModelShape, QkNorm
 from afd_megatron.models.kv_cache import KvCache
 from afd_megatron.models.rope import Rotation, rotate
+from afd_megatron.models.tensor_parallel import SharedRmsNorm
 
 
 class ChunkInputs(NamedTuple):
@@ -82,12 +82,16 @@ class PagedSelfAttention(SelfAttention):
         self._qk_norm, self._qkv_clip = shape.qk_norm, shape.qkv_clip
         self._window = shape.windows[self.layer_number - 1] if shape.windows else None
         self.sinks = None
+        num_heads, num_groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         if shape.has_sinks:
-            self.sinks = torch.nn.Parameter(torch.empty(shape.num_heads, dtype=config.params_dtype))
+            self.sinks = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if shape.qk_norm is QkNorm.FULL:  # Megatron made them for one head
-            eps = config.layernorm_epsilon
-            self.q_layernorm = WrappedTorchNorm(config, shape.num_heads * shape.head_dim, eps)
-            self.k_layernorm = WrappedTorchNorm(config, shape.num_kv_heads * shape.head_dim, eps)
+            self.q_layernorm, self.k_layernorm = (
+                SharedRmsNorm(
+                    count * shape.head_dim, config.layernorm_epsilon, self.pg_collection.tp, config.params_dtype
+                )
+                for count in (num_heads, num_groups)
+            )
 
     def forward(self, normed_TD: torch.Tensor, inputs: StageInputs, cache: KvCache) -> torch.Tensor:
         """Write K and V of all rows, then let each row attend to its context; return [T, D]."""

@@ -1,6 +1,7 @@
 """Attention's part of a model: embedding, attention, norms, head, and the router if the gate sits here.
 
-T rows of one stage, N rows whose logits are wanted, D hidden, V vocabulary. Knows no requests, no transport.
+T rows of one stage, X of them that this TP rank dispatches, N rows whose logits are wanted, D hidden, V vocabulary.
+Knows no requests, no transport.
 """
 
 import torch
@@ -14,14 +15,15 @@ from afd_megatron.models.config import transformer_config
 from afd_megatron.models.kv_cache import KvCache
 from afd_megatron.models.rope import Rotation
 from afd_megatron.models.split import block_spec, place_ffn
+from afd_megatron.models.tensor_parallel import TensorParallel
 from afd_megatron.routing import Routing
 
 
 class AttentionModel(GPTModel):
     """A GPTModel without MLPs, run in half layers. Parameters are allocated, `load_attention` fills them.
 
-    Per stage and step: `prepare_stage` and `embed`; per layer `attend`, `route`, and `finish` with what the FFN ranks
-    returned; `logits` of the rows to sample.
+    Per stage and step: `prepare_stage` and `embed`; per layer `attend`, `route` the rank's shard of rows, and `finish`
+    with what the FFN ranks returned for it; `logits` of the rows to sample.
     """
 
     def __init__(
@@ -32,14 +34,15 @@ class AttentionModel(GPTModel):
         groups: ProcessGroupCollection,
         stays: Staying,
     ) -> None:
-        config = transformer_config(shape, dtype)
+        self.tensor_parallel = TensorParallel(groups.tp)
+        tp = self.tensor_parallel.size
+        config = transformer_config(shape, dtype, tp=tp)
         with torch.device(device):
             super().__init__(
                 config,
                 block_spec(shape),
-                vocab_size=shape.vocab_size,
+                vocab_size=-(-shape.vocab_size // tp) * tp,
                 max_sequence_length=shape.max_positions,
-                parallel_output=False,
                 share_embeddings_and_output_weights=shape.has_tied_embeddings,
                 position_embedding_type="none",  # rotary factors are ours, by row
                 pg_collection=groups,
@@ -79,17 +82,24 @@ class AttentionModel(GPTModel):
     def add_shared(self, layer: int, residual_TD: torch.Tensor, normed_TD: torch.Tensor) -> torch.Tensor:
         """Return the residual with the output of the layer's shared experts, if they are here."""
         shared_experts = self.decoder.layers[layer].mlp.shared_experts
-        return residual_TD if shared_experts is None else residual_TD + shared_experts(normed_TD)
+        if shared_experts is None:
+            return residual_TD
+        return residual_TD + self.tensor_parallel.sum(shared_experts(normed_TD))
 
-    def own_ffn(self, layer: int, normed_TD: torch.Tensor) -> torch.Tensor:
-        """Run the dense MLP of a layer whose FFN stays here; return [T, D]."""
-        return self.decoder.layers[layer].mlp(normed_TD)[0]
+    def run_dense(self, layer: int, residual_TD: torch.Tensor, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Run the second half of a layer whose dense MLP stays here; return hidden states [T, D]."""
+        return residual_TD + self.tensor_parallel.sum(self.decoder.layers[layer].mlp(normed_TD)[0])
 
-    def finish(self, layer: int, residual_TD: torch.Tensor, ffn_out_TD: torch.Tensor) -> torch.Tensor:
+    def shard(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Return the rows that this rank dispatches, [X, D]."""
+        return self.tensor_parallel.shard(normed_TD)
+
+    def finish(self, residual_TD: torch.Tensor, ffn_out_XD: torch.Tensor) -> torch.Tensor:
         """Run the second half of a layer; return hidden states [T, D]. (No bias, no dropout: one addition.)"""
-        return residual_TD + ffn_out_TD
+        return residual_TD + self.tensor_parallel.gather(ffn_out_XD, len(residual_TD))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [N, V] of rows that have left the last layer."""
+        """Return float32 logits [N, V] of rows that have left the last layer; columns from V on are padding."""
         head = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(self.decoder.final_layernorm(hidden_ND), weight=head)[0].float()
+        part_NX = self.output_layer(self.decoder.final_layernorm(hidden_ND), weight=head)[0]
+        return self.tensor_parallel.gather_columns(part_NX).float()

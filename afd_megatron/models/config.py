@@ -7,13 +7,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from afd_megatron.families.base import ModelShape, QkNorm
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
-    """Return the whole model's config: plain torch modules without TransformerEngine, nothing initialised."""
+def transformer_config(shape: ModelShape, dtype: torch.dtype, *, tp: int = 1) -> TransformerConfig:
+    """Return the whole model's config: plain torch modules without TransformerEngine, nothing initialised.
+
+    Where `tp` attention ranks are more than there are KV heads, several ranks hold the same one, and for Megatron each
+    copy is a head.
+    """
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
+        num_query_groups=max(shape.num_kv_heads, tp),
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=1,  # slices of experts are cut by us
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.dense_width,
         num_moe_experts=shape.num_experts,

@@ -1,6 +1,6 @@
 """The FFN's part of a model: experts, shared and dense MLPs, and the router if the gate sits here. Knows no transport.
 
-R rows of one stage from all attention ranks, D hidden, I width of an expert, E experts of this rank.
+R rows of one stage from all attention ranks, D hidden, I this rank's width of an expert, E experts of this rank.
 """
 
 import torch
@@ -20,8 +20,8 @@ from afd_megatron.topology import contiguous_slice
 class FfnModel(torch.nn.Module):
     """One FFN rank's experts and its slices of shared and dense MLPs. Parameters are allocated, `load_ffn` fills them.
 
-    The rank holds a contiguous slice of every layer, which is empty where there are more ranks than experts; the sum
-    over the ranks is the layer's output.
+    Each `tp` ranks in a row hold the same contiguous slice of experts and share their width; all ranks share the width
+    of shared and dense MLPs. A slice may be empty; the sum over the ranks is the layer's output.
     """
 
     def __init__(
@@ -34,12 +34,14 @@ class FfnModel(torch.nn.Module):
         role_rank: int,
         num_ffn: int,
         stays: Staying,
+        tp: int = 1,
     ) -> None:
         super().__init__()
         config = transformer_config(shape, dtype)
+        config.moe_ffn_hidden_size = len(contiguous_slice(shape.moe_width, tp, role_rank % tp))
         self.is_remote = shape.is_remote_layer(stays)
-        self.role_rank, self.num_ffn = role_rank, num_ffn
-        self.expert_ids = contiguous_slice(shape.num_experts, num_ffn, role_rank)
+        self.role_rank, self.num_ffn, self.tp = role_rank, num_ffn, tp
+        self.expert_ids = contiguous_slice(shape.num_experts, num_ffn // tp, role_rank // tp)
         dense_columns = contiguous_slice(shape.dense_width, num_ffn, role_rank)
         shared_columns = contiguous_slice(shape.shared_width, num_ffn, role_rank)
         with torch.device(device):

@@ -1,6 +1,6 @@
 """What attention keeps of past rows on one attention rank, in blocks. Knows no requests, no model code.
 
-T rows, G KV heads, H head dim, C latent dims, R rotated dims.
+T rows, G KV heads of this TP rank, H head dim, C latent dims, R rotated dims.
 """
 
 import math
@@ -23,10 +23,17 @@ class KvCache:
     """
 
     def __init__(
-        self, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: ModelShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tp: int = 1,
     ) -> None:
         self.block_size = block_size
-        num_parts, size = 2, torch.Size((shape.num_kv_heads, shape.head_dim))
+        num_parts, size = 2, torch.Size((len(shape.kv_heads(0, tp)), shape.head_dim))
         if shape.latent is not None:
             num_parts, size = 1, torch.Size((shape.latent.kv_rank + shape.rope.num_dims,))
         entries = (shape.num_layers, num_parts, num_blocks * block_size, *size)

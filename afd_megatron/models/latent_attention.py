@@ -43,7 +43,7 @@ class PagedLatentAttention(MegatronModule):
         latent, rope_dim = shape.latent, shape.rope.num_dims
         assert latent is not None
         self.layer_number = layer_number
-        self._latent, self._num_heads = latent, shape.num_heads
+        self._latent, self._num_heads = latent, shape.num_heads // pg_collection.tp.size()
         yarn = shape.rope.yarn
         self._scale = shape.head_dim**-0.5 * (1.0 if yarn is None else yarn.latent_factor)
         hidden, head_dim, dtype = shape.hidden_size, shape.head_dim, config.params_dtype

@@ -11,13 +11,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SlicedMlp(MLP):
-    """`width` inner columns of Megatron's MLP, which takes the width from the config."""
+    """`width` inner columns of Megatron's MLP, which takes the width from the config and knows no other columns."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, width: int) -> None:
         config = copy.copy(config)
         config.ffn_hidden_size = width
         submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        super().__init__(config, submodules, ffn_hidden_size=width, tp_group=groups.tp)
+        super().__init__(config, submodules, ffn_hidden_size=width, tp_group=groups.expt_tp)
 
 
 class SharedExperts(SlicedMlp):

@@ -41,13 +41,22 @@ class DequantizedSource:
         return self._source.num_bytes_read
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return the part of a tensor; of a packed one all of some experts."""
+        """Return the part of a tensor, made of as few blocks as hold it."""
         if name in self._scaled:
             return self._read_fp8(name, part)
         if name in self._packed:
-            blocks, scales = (self._source.read(f"{name}{kind}", part) for kind in ("_blocks", "_scales"))
-            return dequantize_mxfp4(blocks, scales).transpose(1, 2)
+            return self._read_mxfp4(name, part)
         return self._source.read(name, part)
+
+    def _read_mxfp4(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        experts, inputs, outputs = (*part, *[slice(None)] * 3)[:3]
+        span = range(self.shapes[name][1])[inputs]
+        blocks = slice(span.start // _BLOCK_OF_MXFP4, -(-span.stop // _BLOCK_OF_MXFP4))
+        bytes_, scales = (
+            self._source.read(f"{name}{kind}", (experts, outputs, blocks)) for kind in ("_blocks", "_scales")
+        )
+        values = dequantize_mxfp4(bytes_, scales).narrow(2, span.start % _BLOCK_OF_MXFP4, len(span))
+        return values.transpose(1, 2)
 
     def _read_fp8(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         assert self._fp8_block is not None

@@ -19,6 +19,7 @@ from afd_megatron.models.attention import PagedSelfAttention
 from afd_megatron.models.latent_attention import PagedLatentAttention
 from afd_megatron.models.mlp import SharedExperts, SlicedMlp
 from afd_megatron.models.router import Router
+from afd_megatron.topology import contiguous_slice
 
 
 class RemoteFfn(MegatronModule):
@@ -47,15 +48,19 @@ def place_ffn(
     groups: ProcessGroupCollection,
     stays: Staying,
 ) -> None:
-    """Give the layers what of their FFN stays on attention."""
+    """Give the layers what of their FFN stays on attention, cut to the rank's columns."""
+    dense_width, shared_width = (
+        len(contiguous_slice(width, groups.tp.size(), groups.tp.rank()))
+        for width in (shape.dense_width, shape.shared_width)
+    )
     for layer, is_moe in zip(layers, shape.is_moe_layer, strict=True):
         if stays.dense and not is_moe:
-            layer.mlp = SlicedMlp(config, groups, shape.dense_width)
+            layer.mlp = SlicedMlp(config, groups, dense_width)
             continue
         has_shared = is_moe and stays.shared and shape.shared_width
         layer.mlp.router = Router(config, groups, shape.router) if is_moe and stays.router else None
         layer.mlp.shared_experts = (
-            SharedExperts(config, groups, shape.shared_width, has_gate=shape.has_shared_gate) if has_shared else None
+            SharedExperts(config, groups, shared_width, has_gate=shape.has_shared_gate) if has_shared else None
         )
 
 

@@ -1,6 +1,6 @@
 """Fills each role's model with its part of the weights. Knows no family, no file format.
 
-D hidden, E experts of this rank, I inner width, G KV heads.
+D hidden, E experts of this rank, I its width of them.
 """
 
 import logging
@@ -38,17 +38,37 @@ class LoadReport:
     read_bytes: int
 
 
-class _Cut(NamedTuple):
-    """Which part of the model a rank holds: its place among the ranks of its role. And how heads are grouped."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Part `index` of `count` contiguous ones."""
 
-    role_rank: int
-    num_ranks: int
-    num_kv_heads: int
+    index: int
+    count: int
 
     def slice(self, size: int) -> slice:
-        """Return the rank's slice of `size` experts or inner columns."""
-        mine = contiguous_slice(size, self.num_ranks, self.role_rank)
+        mine = contiguous_slice(size, self.count, self.index)
         return slice(mine.start, mine.stop)
+
+
+class _Cut(NamedTuple):
+    """Which part of the model a rank holds: of heads and inner columns, of experts, of the width of each of them."""
+
+    shape: ModelShape
+    columns: _Part
+    experts: _Part = _Part(0, 1)
+    expert_width: _Part = _Part(0, 1)
+
+    @property
+    def kv_heads(self) -> range:
+        return self.shape.kv_heads(self.columns.index, self.columns.count)
+
+    def kv_rows(self, size: int) -> slice:
+        """Return the rows of the rank's KV heads in a tensor of `size` rows."""
+        rows = size // self.shape.num_kv_heads
+        return slice(self.kv_heads.start * rows, self.kv_heads.stop * rows)
+
+    def expert_ids(self) -> range:
+        return range(self.shape.num_experts)[self.experts.slice(self.shape.num_experts)]
 
 
 def open_weights(folder: Path, shape: ModelShape, *, seed: int = 0, is_random: bool = False) -> WeightSource:
@@ -91,22 +111,23 @@ def check_complete(folder: Path, shapes: Mapping[str, tuple[int, ...]], shape: M
 
 def load_attention(model: AttentionModel, source: WeightSource, shape: ModelShape) -> LoadReport:
     """Fill an attention rank's model; nothing of the FFN is read but what of it stays here."""
-    cut = _Cut(0, 1, shape.num_kv_heads)
-    return _load(model.weights(), Role.ATTENTION, source, shape, cut)
+    tensor_parallel = model.tensor_parallel
+    cut = _Cut(shape, _Part(tensor_parallel.rank, tensor_parallel.size))
+    return _load(model.weights(), Role.ATTENTION, source, cut)
 
 
 def load_ffn(model: FfnModel, source: WeightSource, shape: ModelShape) -> LoadReport:
-    """Fill an FFN rank's model; only its experts and its columns of shared and dense MLPs are read."""
-    cut = _Cut(model.role_rank, model.num_ffn, shape.num_kv_heads)
-    return _load(model.weights(), Role.FFN, source, shape, cut)
+    """Fill an FFN rank's model; only its experts and its columns of them and of shared and dense MLPs are read."""
+    ep_rank, tp_rank = divmod(model.role_rank, model.tp)
+    experts, width = _Part(ep_rank, model.num_ffn // model.tp), _Part(tp_rank, model.tp)
+    cut = _Cut(shape, _Part(model.role_rank, model.num_ffn), experts, width)
+    return _load(model.weights(), Role.FFN, source, cut)
 
 
 @torch.no_grad()
-def _load(
-    weights: Mapping[str, torch.Tensor], role: Role, source: WeightSource, shape: ModelShape, cut: _Cut
-) -> LoadReport:
+def _load(weights: Mapping[str, torch.Tensor], role: Role, source: WeightSource, cut: _Cut) -> LoadReport:
     before = source.num_bytes_read
-    rules = {rule.name: rule for rule in family_of(shape).tensor_rules(shape)}
+    rules = {rule.name: rule for rule in family_of(cut.shape).tensor_rules(cut.shape)}
     wanted = {name for name, rule in rules.items() if rule.role is role and not rule.is_movable}
     assert wanted <= weights.keys() <= rules.keys(), wanted ^ weights.keys()
     next_line_s = time.monotonic() + _LINE_INTERVAL_S
@@ -133,57 +154,91 @@ def _fill_copy(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, 
     parameter.copy_(source.read(rule.sources[0].name, ()))
 
 
+def _fill_rows(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    for part, tensor in zip(parameter.chunk(len(rule.sources)), rule.sources, strict=True):
+        part.copy_(source.read(tensor.name, (cut.columns.slice(tensor.shape[0]),)))
+
+
+def _fill_columns(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    (tensor,) = rule.sources
+    parameter.copy_(source.read(tensor.name, (_EVERYTHING, cut.columns.slice(tensor.shape[1]))))
+
+
+def _fill_vocab(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    (tensor,) = rule.sources
+    rows = range(tensor.shape[0])[cut.columns.index * len(parameter) :][: len(parameter)]
+    parameter[: len(rows)] = source.read(tensor.name, (slice(rows.start, rows.stop),))
+    parameter[len(rows) :] = 0
+
+
 def _fill_qkv(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    parts = [source.read(tensor.name, ()) for tensor in rule.sources]
-    by_group = [part.unflatten(0, (cut.num_kv_heads, -1)) for part in parts]
+    q, *kv = rule.sources
+    parts = [source.read(q.name, (cut.columns.slice(q.shape[0]),))]
+    parts += [source.read(tensor.name, (cut.kv_rows(tensor.shape[0]),)) for tensor in kv]
+    by_group = [part.unflatten(0, (len(cut.kv_heads), -1)) for part in parts]
     parameter.copy_(torch.cat(by_group, dim=1).flatten(0, 1))
 
 
+def _fill_kv_rows(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
+    (tensor,) = rule.sources
+    parameter.copy_(source.read(tensor.name, (cut.kv_rows(tensor.shape[0]),)))
+
+
 def _fill_gate_up(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    for half, tensor in zip(parameter.chunk(2), rule.sources, strict=True):
-        half.copy_(source.read(tensor.name, (cut.slice(tensor.shape[0]),)))
+    """Fill [E, 2 * I, D], one expert at a time."""
+    width = cut.shape.moe_width
+    mine = cut.expert_width.slice(width)
+    for ours, expert in zip(parameter, cut.expert_ids(), strict=True):
+        for index, half in enumerate(ours.chunk(2)):
+            if _is_packed(rule, source):
+                rows = slice(index * width + mine.start, index * width + mine.stop)
+                half.copy_(_read_packed(rule, source, expert, (rows,)))
+            else:
+                half.copy_(source.read(rule.sources[index].name.format(expert=expert), (mine,)))
 
 
 def _fill_down(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    (tensor,) = rule.sources
-    parameter.copy_(source.read(tensor.name, (_EVERYTHING, cut.slice(tensor.shape[1]))))
-
-
-def _fill_experts(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    """Fill [E, 2 * I, D] from gate and up, or [E, D, I] from down, or from a packed tensor, one expert at a time."""
-    assert rule.packed is not None
-    mine = cut.slice(rule.packed.shape[0])
-    is_packed = rule.packed.name in source.shapes
-    for ours, expert in zip(parameter, range(mine.start, mine.stop), strict=True):
-        if is_packed:
-            ours.copy_(_read_packed(rule, source, expert))
-            continue
-        for part, tensor in zip(ours.chunk(len(rule.sources)), rule.sources, strict=True):
-            part.copy_(source.read(tensor.name.format(expert=expert), ()))
+    """Fill [E, D, I], one expert at a time, or [E, D] of what is added once for all slices of the width."""
+    part = (_EVERYTHING, cut.expert_width.slice(cut.shape.moe_width))[: parameter.dim() - 1]
+    if len(part) == 1 and cut.expert_width.index:
+        parameter.zero_()
+        return
+    for ours, expert in zip(parameter, cut.expert_ids(), strict=True):
+        if _is_packed(rule, source):
+            ours.copy_(_read_packed(rule, source, expert, part))
+        else:
+            ours.copy_(source.read(rule.sources[0].name.format(expert=expert), part))
 
 
 def _fill_pairs(parameter: torch.Tensor, rule: TensorRule, source: WeightSource, cut: _Cut) -> None:
-    assert rule.packed is not None
-    mine = cut.slice(rule.packed.shape[0])
-    for ours, expert in zip(parameter, range(mine.start, mine.stop), strict=True):
-        rows = _read_packed(rule, source, expert)
+    mine = cut.expert_width.slice(cut.shape.moe_width)
+    for ours, expert in zip(parameter, cut.expert_ids(), strict=True):
+        rows = _read_packed(rule, source, expert, (slice(2 * mine.start, 2 * mine.stop),))
         for half, start in zip(ours.chunk(2), (0, 1), strict=True):
             half.copy_(rows[start::2])
 
 
-def _read_packed(rule: TensorRule, source: WeightSource, expert: int) -> torch.Tensor:
-    """Return one expert of a packed tensor, output rows first."""
+def _is_packed(rule: TensorRule, source: WeightSource) -> bool:
+    return rule.packed is not None and rule.packed.name in source.shapes
+
+
+def _read_packed(rule: TensorRule, source: WeightSource, expert: int, part: tuple[slice, ...]) -> torch.Tensor:
+    """Return the part of one expert of a packed tensor, output rows first."""
     assert rule.packed is not None
-    values = source.read(rule.packed.name, (slice(expert, expert + 1),))[0]
+    if rule.is_turned:
+        part = (*part, _EVERYTHING)[1::-1]
+    values = source.read(rule.packed.name, (slice(expert, expert + 1), *part))[0]
     return values.t() if rule.is_turned else values
 
 
 _FILL: dict[Layout, Callable[[torch.Tensor, TensorRule, WeightSource, _Cut], None]] = {
     Layout.COPY: _fill_copy,
+    Layout.ROWS: _fill_rows,
+    Layout.COLUMNS: _fill_columns,
+    Layout.VOCAB: _fill_vocab,
     Layout.QKV: _fill_qkv,
-    Layout.GATE_UP: _fill_gate_up,
-    Layout.DOWN: _fill_down,
-    Layout.EXPERT_GATE_UP: _fill_experts,
-    Layout.EXPERT_DOWN: _fill_experts,
+    Layout.KV_ROWS: _fill_kv_rows,
+    Layout.EXPERT_GATE_UP: _fill_gate_up,
+    Layout.EXPERT_DOWN: _fill_down,
     Layout.EXPERT_PAIRS: _fill_pairs,
 }

@@ -13,11 +13,15 @@ from afd_megatron.main import serve
 from afd_megatron.observability.progress import Progress
 from tests.ranks.harness import Ranks
 
+NUM_NEW = 16  # tokens of a completion
 
-def split(attention: int, ffn: int, *, stages: int = 1, gate: str = "ffn", boundary: str = "ffn") -> dict[str, object]:
+
+def split(
+    attention: int, ffn: int, *, stages: int = 1, gate: str = "ffn", boundary: str = "ffn", tp: tuple[int, int] = (1, 1)
+) -> dict[str, object]:
     """Return the sections of a split job on few places and short chunks, so that requests wait and prompts are cut."""
     return {
-        "topology": {"attention": {"dp": attention}, "ffn": {"ep": ffn}},
+        "topology": {"attention": {"dp": attention, "tp": tp[0]}, "ffn": {"ep": ffn, "tp": tp[1]}},
         "pipeline": {"stages": stages, "gate": gate, "boundary": boundary},
         "engine": {"max_requests_per_rank": 3, "prefill_chunk": 24, "max_context": 128},
     }
@@ -62,3 +66,8 @@ def run_job(world: World, values: Mapping[str, object]) -> int:
 
 def read_summary(values: Mapping[str, object]) -> dict:
     return json.loads(Path(values["job"]["output"]).with_suffix(".summary.json").read_text())
+
+
+def tokens(records: dict[tuple[str, int], dict]) -> dict[tuple[str, int], list[int]]:
+    assert {record["finish_reason"] for record in records.values()} == {"length"}
+    return {key: record["token_ids"] for key, record in records.items()}

@@ -110,8 +110,6 @@ class AttentionSide:
 
     def act(self, kind: Kind, layer: int, stage: int) -> None:
         rows = self.plan.stages[stage].padded[self.role_rank]
-        if not rows:
-            return
         place = (self.plan.sequence, layer, stage, self.role_rank, rows)
         if kind is Kind.DISPATCH:
             self.check_answer(stage)

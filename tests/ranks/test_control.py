@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from afd_megatron import control
-from afd_megatron.control import AttentionExchange, PlanReceiver, PlanSender, StepEntry, gather, handshake
+from afd_megatron.control import plans
+from afd_megatron.control.exchange import AttentionExchange, StepEntry
+from afd_megatron.control.handshake import gather, handshake
+from afd_megatron.control.messages import SEAL, Tag
+from afd_megatron.control.plans import PlanReceiver, PlanSender
 from afd_megatron.distributed import World
 from afd_megatron.errors import AfdError, PeerError, ProtocolError
 from afd_megatron.plan import PlanRules, RankCounts, RunMode, StepPlan, make_plan, warmup_plan
@@ -89,6 +92,39 @@ def exchange_steps(world: World, num_steps: int) -> None:
 
 def test_entries_go_to_all_ranks_requests_from_rank_0_and_results_to_it(ranks: Ranks) -> None:
     ranks.run(exchange_steps, 5)
+
+
+def exchange_tokens(world: World) -> list[tuple[int, ...]]:
+    world = as_topology(world, Topology(3, 3, colocated=True, attention_tp=3))
+    exchange = AttentionExchange(world, timeout_s=TIMEOUT_S)
+    taken = []
+    for token_ids in ((7, 1 << 40), (), (5,)):
+        exchange.exchange(StepEntry(1, 2, 3, 4, 5, wants_stop=False, is_last=False), {}, b"")
+        if world.rank == 0:
+            exchange.send_tokens(token_ids)
+        else:
+            taken.append(exchange.receive_tokens(len(token_ids)))
+    return taken
+
+
+def test_tokens_go_from_the_first_tp_rank_to_the_others(ranks: Ranks) -> None:
+    assert ranks.run(exchange_tokens) == [[], *[[(7, 1 << 40), (), (5,)]] * 2]
+
+
+def schedule_otherwise(world: World) -> str | None:
+    world = as_topology(world, Topology(2, 1, attention_tp=2))
+    if world is None or world.rank > 1:
+        return None
+    entry = StepEntry(1, 2, 3, 4, 5 + world.rank, wants_stop=bool(world.rank), is_last=False)
+    with pytest.raises(ProtocolError) as error:
+        AttentionExchange(world, timeout_s=TIMEOUT_S).exchange(entry, {}, b"")
+    return str(error.value)
+
+
+def test_tp_ranks_that_schedule_otherwise_are_an_error_on_both(ranks: Ranks) -> None:
+    messages = ranks.run(schedule_otherwise)
+    assert messages[0].startswith("rank 1 (attention 1): has StepEntry(num_decode_rows=1, num_prefill_rows=2, load=3,")
+    assert "num_free=6" in messages[0] and "(expected StepEntry(" in messages[1]
 
 
 def test_exchange_of_one_rank_needs_no_peer() -> None:
@@ -194,13 +230,13 @@ def follow_bytes(world: World, frame: bytes) -> str | None:
     if world.rank == 1:
         return error_of_next(make_receiver(world))
     data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-    world.wait(world.send(data, 1, control._PLAN_TAG), 1, "send", timeout_s=TIMEOUT_S)
+    world.wait(world.send(data, 1, Tag.PLAN), 1, "send", timeout_s=TIMEOUT_S)
     return None
 
 
 def plan_frame(kind: int, body: bytes, *, num_bytes: int | None = None) -> bytes:
-    frame = control._FRAME.pack(kind, len(body) if num_bytes is None else num_bytes) + body
-    return frame.ljust(control._frame_num_bytes(RULES), b"\0") + control._SEAL
+    frame = plans._FRAME.pack(kind, len(body) if num_bytes is None else num_bytes) + body
+    return frame.ljust(plans._frame_num_bytes(RULES), b"\0") + SEAL
 
 
 @pytest.mark.parametrize(

@@ -46,24 +46,28 @@ def test_ranks_share_a_job_id_and_leave_together(tmp_path: Path) -> None:
 
 
 def group_ranks(world: World, topology: Topology) -> dict[Role, dict[str, list[int]]]:
-    groups = megatron_groups(World(world.rank, topology, world.job_id, timeout_s=20.0))
+    groups = megatron_groups(World(world.rank, topology, world.job_id, timeout_s=20.0), timeout_s=20.0)
     for group in groups.values():
         assert isinstance(group, ProcessGroupCollection)
         dist.all_reduce(torch.ones(1), group=group.tp)
     return {
-        role: {name: dist.get_process_group_ranks(getattr(group, name)) for name in ("tp", "dp", "ep")}
+        role: {name: dist.get_process_group_ranks(getattr(group, name)) for name in ("tp", "expt_tp")}
         for role, group in groups.items()
     }
 
 
-@pytest.mark.parametrize("topology", [Topology(2, 1), Topology(3, 3, colocated=True)], ids=["2a1f", "3c"])
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, 1), Topology(2, 1, attention_tp=2), Topology(3, 3, colocated=True, attention_tp=3)],
+    ids=["2a1f", "tp 2", "3c tp 3"],
+)
 def test_each_role_has_a_grid_of_its_own(topology: Topology) -> None:
     for rank, groups in enumerate(run_ranks(group_ranks, 3, topology)):
         assert tuple(groups) == topology.roles(rank)
         if Role.ATTENTION in groups:
-            assert groups[Role.ATTENTION] == {"tp": [rank], "dp": list(topology.attention_ranks), "ep": [rank]}
+            assert groups[Role.ATTENTION] == {"tp": list(topology.tp_ranks(rank)), "expt_tp": [rank]}
         if Role.FFN in groups:
-            assert groups[Role.FFN] == {"tp": [rank], "dp": [rank], "ep": list(topology.ffn_ranks)}
+            assert groups[Role.FFN] == {"tp": [rank], "expt_tp": [rank]}
 
 
 GUARDED = """

@@ -1,24 +1,21 @@
 """The split gives the tokens of transformers and of one process (CASES 1, 2, 6, 8, 13, 14, 21)."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from family_configs import FAMILIES
-from models_for_tests import make_random_model, make_random_qwen3_moe
+from models_for_tests import make_random_qwen3_moe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers_reference import TransformersReference
 
 from afd_megatron.engine.text import TextCodec
 from tests.ranks.harness import Ranks
-from tests.ranks.jobs import decode, job_values, read_summary, split
+from tests.ranks.jobs import NUM_NEW, decode, job_values, read_summary, split, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs/tiny_moe"
-NUM_NEW = 16
 GREEDY = {"max_new_tokens": NUM_NEW, "ignore_eos": True}
 RATIOS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 2)]
 PIPELINES = [(1, "ffn"), (2, "ffn"), (3, "ffn"), (1, "attention"), (3, "attention")]
@@ -29,17 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers, one of them dense, 8 experts."""
     path = tmp_path_factory.mktemp("model")
     return make_random_qwen3_moe(path, seed=5, num_hidden_layers=3, mlp_only_layers=[1])
-
-
-@pytest.fixture(scope="module")
-def lines() -> list[dict]:
-    """Prompts of 1, 2, 17, 64 tokens and some more, so that ranks and stages get unequal work."""
-    generator = torch.Generator().manual_seed(11)
-    lengths = (1, 2, 17, 64, 5, 33, 9)
-    return [
-        {"id": f"p{length}", "prompt_token_ids": torch.randint(0, 128, (length,), generator=generator).tolist()}
-        for length in lengths
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +73,6 @@ def shipped_expected() -> dict[str, list[int]]:
         end = next(place for place, token_id in enumerate(token_ids) if token_id in codec.eos_token_ids)
         expected[record["id"]] = token_ids[: end + 1]
     return expected
-
-
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory, lines: list[dict]):
-    """Return a folder of a family, and what transformers generates from it."""
-
-    @cache
-    def get(family: str) -> tuple[Path, dict[tuple[str, int], list[int]]]:
-        folder = make_random_model(tmp_path_factory.mktemp(family), 5, FAMILIES[family])
-        reference = TransformersReference(folder)
-        return folder, {(line["id"], 0): reference.generate(line["prompt_token_ids"], NUM_NEW) for line in lines}
-
-    return get
 
 
 @pytest.mark.parametrize("gate", ["ffn", "attention"])
@@ -170,12 +143,6 @@ def test_two_colocated_ranks_give_the_tokens_of_transformers(folder, lines, expe
         assert tokens(decode(ranks, values)) == expected
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    with Ranks(1) as ranks:
-        yield ranks
-
-
 LOCAL = {"connector": {"kind": "local"}}
 
 
@@ -227,8 +194,3 @@ def test_a_seeded_draw_does_not_depend_on_the_ratio(world, one_rank, folder, lin
     alone = job_values(folder, tmp_path / "local", lines, split(1, 1) | LOCAL, sampling=sampling)
     assert drawn == tokens(decode(one_rank, alone))
     assert all(drawn[line["id"], 0] != drawn[line["id"], 1] for line in lines)
-
-
-def tokens(records: dict[tuple[str, int], dict]) -> dict[tuple[str, int], list[int]]:
-    assert {record["finish_reason"] for record in records.values()} == {"length"}
-    return {key: record["token_ids"] for key, record in records.items()}

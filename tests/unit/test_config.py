@@ -287,9 +287,10 @@ def test_an_override_that_is_no_yaml_is_refused(faults: Faults) -> None:
     ("overrides", "fault"),
     [
         (["topology.colocated=true", "topology.ffn.ep=3"],
-         "--set topology.colocated=true: topology.colocated: attention.dp 2 is not ffn.ep 3 (allowed: equal numbers)"),
+         "--set topology.colocated=true: topology.colocated: 2 attention ranks (dp x tp) are not 3 FFN ranks (ep x tp)"
+         " (allowed: equal numbers)"),
         (["connector.kind=local"],
-         "--set connector.kind=local: connector.kind: local is one process, but attention.dp is 2 and ffn.ep 2"
+         "--set connector.kind=local: connector.kind: local is one process, but there are 2 attention and 2 FFN ranks"
          " (allowed: 1 and 1, or kind gloo)"),
         (["topology={colocated: true}"],
          "x.yaml: connector.kind: gloo has no peer on one colocated rank (allowed: local)"),
@@ -334,7 +335,7 @@ def test_the_output_may_not_be_the_input_under_another_name(faults: Faults, fold
 
 @pytest.mark.parametrize(
     "override",
-    ["model.load=torch_dist", "topology.attention.tp=2", "topology.ffn.tp=2", "topology.placement=spread",
+    ["model.load=torch_dist", "topology.placement=spread",
      "connector.kind=nccl", "connector.kind=cuda_ipc", "connector.reply_dtype=float32",
      "graphs.enabled=true", "engine.kv_memory_fraction=0.5",
      "job.resume=true", "observe.trace=t.json", "observe.metrics_port=9000", "launch.restarts=1"],

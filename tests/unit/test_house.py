@@ -13,14 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 # From a request to its token, on both roles of the gloo job. What runs before the first request is not in it: the
-# command, the config, joining the world, building model and ports, loading weights, reading the input. Latent attention
-# is the same way once more, in models/latent_attention.py.
+# command, the config, joining the world and the handshake, building model and ports, loading weights, reading the
+# input. Nor is what this job can do without: latent attention (models/latent_attention.py) and the streamed product
+# (ops/grouped_cpu.py) are the same way once more, and one TP rank does nothing in models/tensor_parallel.py.
 READING_PATH = [
     "plan.py",
     "pipeline.py",
     "topology.py",
     "routing.py",
-    "control.py",
+    "control/messages.py",
+    "control/exchange.py",
+    "control/plans.py",
     "attention/worker.py",
     "attention/leader.py",
     "attention/step.py",
@@ -45,7 +48,6 @@ READING_PATH = [
     "models/ffn_model.py",
     "ops/experts.py",
     "ops/grouped.py",
-    "ops/grouped_cpu.py",
 ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from family_configs import QWEN2_MOE
+from family_configs import QWEN2_MOE, QWEN3_MOE
 
 from afd_megatron import launcher
 from afd_megatron.config import JobConfig
@@ -203,6 +203,25 @@ def test_facts_of_the_model_are_judged_with_all_else(folder: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("tp", "num_kv_heads", "is_fine"), [(2, 1, True), (4, 2, True), (3, 2, False), (8, 2, False)])
+def test_heads_that_ranks_cannot_share_are_refused(folder: Path, tp: int, num_kv_heads: int, is_fine: bool) -> None:
+    (folder / "model/config.json").write_text(json.dumps(QWEN3_MOE | {"num_key_value_heads": num_kv_heads}))
+    overrides = [f"topology.attention.tp={tp}", "engine.max_context=64"]
+    if is_fine:
+        assert load_job(Path("x.yaml"), overrides, may_replace_output=True).topology.attention.tp == tp
+        return
+    with pytest.raises(
+        ConfigError, match=rf"attention\.tp: {tp} cannot share 4 heads, 2 of keys \(allowed: 1, 2, 4\)$"
+    ):
+        load_job(Path("x.yaml"), overrides, may_replace_output=True)
+
+
+def test_more_ranks_than_an_expert_has_columns_are_refused(folder: Path) -> None:
+    (folder / "model/config.json").write_text(json.dumps(QWEN3_MOE))
+    with pytest.raises(ConfigError, match=r"ffn\.tp: 49 exceeds the width of an expert 48 \(allowed: up to it\)$"):
+        load_job(Path("x.yaml"), ["topology.ffn.tp=49", "engine.max_context=64"], may_replace_output=True)
+
+
 @pytest.mark.parametrize("text", ["{}", '{"architectures": ["Other"]}', "[", "[]"])
 def test_an_unsupported_model_is_refused_where_the_job_names_it(folder: Path, text: str) -> None:
     (folder / "model/config.json").write_text(text)
@@ -287,7 +306,7 @@ def test_auto_takes_the_exchange_with_fewer_bytes(
     folder: Path, pipeline: dict[str, str], num_ffn: int, wanted: bool
 ) -> None:
     shape = load_shape(folder / "model")
-    config = job(topology={"ffn": {"ep": num_ffn}}, pipeline=pipeline)
+    config = job(topology={"ffn": {"ep": num_ffn, "tp": 2}}, pipeline=pipeline)
     assert is_routed(config, shape) == wanted
 
 

@@ -114,14 +114,39 @@ def test_decode_above_every_bucket_or_without_graphs_is_eager() -> None:
     assert make_plan(0, (RankCounts(3, 0), RankCounts(0, 0)), EAGER_RULES).mode is RunMode.EAGER
 
 
+def test_tp_ranks_share_the_rows_of_each_stage() -> None:
+    rules = replace(EAGER_RULES, num_attention=4, attention_tp=2)
+    counts = (RankCounts(3, 6), RankCounts(3, 6), RankCounts(1, 0), RankCounts(1, 0))
+    plan = make_plan(0, counts, rules)
+    assert plan.stages == (StageRows((3, 2, 1, 0), (3, 2, 1, 0)), StageRows((2, 2, 0, 0), (2, 2, 0, 0)))
+    assert plan.phases == (Phase.PREFILL, Phase.PREFILL, Phase.DECODE, Phase.DECODE)
+    check_plan(plan, 0, rules)
+
+
+def test_tp_ranks_replay_equal_shards_whose_last_rows_are_padding() -> None:
+    rules = replace(RULES, num_attention=4, attention_tp=2)
+    plan = make_plan(0, (RankCounts(13, 0),) * 2 + (RankCounts(0, 0),) * 2, rules)
+    assert plan.mode is RunMode.REPLAY
+    assert plan.stages == (StageRows((4,) * 4, (4, 3, 0, 0)), StageRows((4,) * 4, (4, 2, 0, 0)))
+    warm_up = warmup_plan(0, 5, rules)
+    assert warm_up.stages == (StageRows((2, 1, 2, 1), (0,) * 4), StageRows((1, 1, 1, 1), (0,) * 4))
+
+
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=2, max_size=2), st.lists(st.integers(0, 60), min_size=2, max_size=2))
-def test_every_plan_made_is_possible_and_holds_all_rows(decode: list[int], prefill: list[int]) -> None:
+@given(
+    st.lists(st.integers(0, 60), min_size=2, max_size=2),
+    st.lists(st.sampled_from([0, 0, 1, 60]), min_size=2, max_size=2),
+    st.integers(1, 4),
+)
+def test_every_plan_made_is_possible_and_holds_all_rows(decode: list[int], prefill: list[int], tp: int) -> None:
     counts = tuple(RankCounts(*pair) for pair in zip(decode, prefill, strict=True))
-    plan = make_plan(7, counts, RULES)
-    check_plan(plan, 7, RULES)
-    for rank, count in enumerate(counts):
-        assert sum(stage.real[rank] for stage in plan.stages) == count.num_rows
+    rules = replace(RULES, num_attention=2 * tp, attention_tp=tp)
+    plan = make_plan(7, tuple(count for count in counts for _ in range(tp)), rules)
+    check_plan(plan, 7, rules)
+    for dp, count in enumerate(counts):
+        shards = [stage.real[dp * tp : (dp + 1) * tp] for stage in plan.stages]
+        assert sum(map(sum, shards)) == count.num_rows
+        assert tuple(map(sum, shards)) == split_rows(count.num_rows, rules.num_stages)
 
 
 def test_layouts_of_the_same_sum_have_different_keys() -> None:

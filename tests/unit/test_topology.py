@@ -19,6 +19,13 @@ def test_colocated_rank_has_both_roles_under_one_number() -> None:
     assert topology.role_rank(1, Role.FFN) == topology.role_rank(1, Role.ATTENTION) == 1
 
 
+def test_tp_ranks_lie_side_by_side() -> None:
+    topology = Topology(6, 4, attention_tp=3, ffn_tp=2)
+    assert [list(topology.tp_ranks(rank)) for rank in (0, 2, 3, 5)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    with pytest.raises(AssertionError):
+        Topology(3, 1, attention_tp=2)
+
+
 def test_rank_is_called_by_number_and_role() -> None:
     assert Topology(2, 2).name(3) == "rank 3 (ffn 1)"
     assert Topology(2, 2, colocated=True).name(1) == "rank 1 (attention 1, ffn 1)"

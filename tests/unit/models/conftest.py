@@ -14,4 +14,4 @@ from afd_megatron.topology import Role, Topology
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroupCollection]:
     rendezvous: Path = tmp_path_factory.mktemp("world") / "rendezvous"
     with join(0, Topology(1, 1, colocated=True), rendezvous, timeout_s=30) as world:
-        yield megatron_groups(world)[Role.ATTENTION]
+        yield megatron_groups(world, timeout_s=30)[Role.ATTENTION]

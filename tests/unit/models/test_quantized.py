@@ -105,6 +105,19 @@ def test_mxfp4_equals_the_plain_checkpoint(num_ffn: int, tmp_path: Path, groups:
     torch.testing.assert_close(logits_of(packed, groups, num_ffn), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("inputs", [slice(10, 30), slice(30, 40), slice(32, 64), slice(None)])
+def test_a_slice_of_mxfp4_reads_its_blocks_alone(inputs: slice, tmp_path: Path) -> None:
+    plain = make_random_model(tmp_path / "plain", 1, GPT_OSS | {"intermediate_size": 64})
+    source = open_weights(write_mxfp4(plain, tmp_path / "packed"), load_shape(plain))
+    name = "model.layers.1.mlp.experts.down_proj"
+    part = (slice(1, 3), inputs, slice(5, 12))
+    values = source.read(name, part)
+    span = range(64)[inputs]
+    num_blocks = (span.stop - 1) // 32 - span.start // 32 + 1
+    assert source.num_bytes_read == 2 * 7 * num_blocks * (16 + 1)
+    assert torch.equal(values, load_file(plain / "model.safetensors")[name][part])
+
+
 def test_mxfp4_has_all_values_and_exponents() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16)
     scales = torch.arange(120, 136, dtype=torch.uint8).view(16, 1)
