@@ -79,7 +79,11 @@ class RankParts:
         self._groups = megatron_groups(world, timeout_s=config.control.step_timeout_s)
         self._dtype = getattr(torch, config.model.dtype)
         self._source = open_weights(
-            config.model.path, shape, seed=config.model.seed, is_random=config.model.load == "random"
+            config.model.path,
+            shape,
+            seed=config.model.seed,
+            is_random=config.model.load == "random",
+            device=_DEVICE,
         )
         self._stays = staying(config)
         is_remote = shape.is_remote_layer(self._stays)

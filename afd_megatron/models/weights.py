@@ -18,7 +18,7 @@ from afd_megatron.families.base import Layout, ModelShape, TensorRule
 from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.quantized import DequantizedSource
-from afd_megatron.models.sources import RandomSource, SafetensorsSource, WeightSource
+from afd_megatron.models.sources import CPU, RandomSource, SafetensorsSource, WeightSource
 from afd_megatron.topology import Role, contiguous_slice
 
 log = logging.getLogger(__name__)
@@ -71,14 +71,16 @@ class _Cut(NamedTuple):
         return range(self.shape.num_experts)[self.experts.slice(self.shape.num_experts)]
 
 
-def open_weights(folder: Path, shape: ModelShape, *, seed: int = 0, is_random: bool = False) -> WeightSource:
-    """Return the weights of a model folder, found complete, or random ones.
+def open_weights(
+    folder: Path, shape: ModelShape, *, seed: int = 0, is_random: bool = False, device: torch.device = CPU
+) -> WeightSource:
+    """Return the weights of a model folder, found complete, or random ones, made on `device`.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape; lists all of them.
     """
     if is_random:
-        return RandomSource(shape, seed)
+        return RandomSource(shape, seed, device)
     source = DequantizedSource(SafetensorsSource(folder), shape.fp8_block)
     check_complete(folder, source.shapes, shape)
     return source

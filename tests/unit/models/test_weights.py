@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from afd_megatron.errors import CheckpointError
 from afd_megatron.families import load_shape
 from afd_megatron.models import weights
-from afd_megatron.models.sources import RandomSource, SafetensorsSource
+from afd_megatron.models.sources import SafetensorsSource
 from afd_megatron.models.weights import open_weights
 
 TOKENS = [5, 77, 3, 120, 9]
@@ -141,17 +141,6 @@ def test_damaged_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(CheckpointError, match="no list of shards"):
         SafetensorsSource(tmp_path)
-
-
-def test_random_weights_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
-    shape = load_shape(make_random_qwen3_moe(tmp_path, seed=0))
-    name, other = "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.0.mlp.experts.4.up_proj.weight"
-    whole = RandomSource(shape, 1).read(name, ())
-    source = RandomSource(shape, 1)
-    source.read(other, ())
-    assert torch.equal(source.read(name, (slice(10, 20),)), whole[10:20])
-    assert not torch.equal(source.read(other, ()), whole)
-    assert not torch.equal(RandomSource(shape, 2).read(name, ()), whole)
 
 
 def test_a_long_load_tells_how_far_it_is(
