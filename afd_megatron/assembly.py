@@ -77,9 +77,7 @@ class RankParts:
         self._progress = progress
         self._groups = megatron_groups(world)
         self._dtype = getattr(torch, config.model.dtype)
-        self._source = open_weights(
-            config.model.path, shape, seed=config.model.seed, is_random=config.model.load == "random"
-        )
+        self._source = open_weights(config.model.path, shape, config.model.load, seed=config.model.seed)
         self._stays = staying(config)
         is_remote = shape.is_remote_layer(self._stays)
         layout = ExchangeLayout(

@@ -13,7 +13,8 @@ from afd_megatron.errors import CheckpointError
 from afd_megatron.families import family_of
 from afd_megatron.families.base import ModelShape
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 
 
 class WeightSource(Protocol):
@@ -87,10 +88,10 @@ class RandomSource:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.exists():
         if not (folder / _SINGLE).exists():
-            raise CheckpointError(f"{folder}: no weights (allowed: {_SINGLE} or {_INDEX})")
+            raise CheckpointError(f"{folder}: no weights (allowed: {_SINGLE} or {INDEX})")
         return [folder / _SINGLE]
     try:
         return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
