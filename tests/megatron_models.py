@@ -24,7 +24,6 @@ from afd_megatron.distributed import World
 from afd_megatron.families.base import ModelShape
 from afd_megatron.models.config import transformer_config
 
-
 State = Mapping[str, torch.Tensor]
 
 
@@ -37,8 +36,7 @@ def save_by_megatron(
         settings: of the checkpoint, as `sharded_state_dict` knows them, and `moe_layer_freq` of the model.
     """
     groups = _groups(sizes)
-    frequency = settings.get("moe_layer_freq")
-    model = build(shape, groups, sizes, **({} if frequency is None else {"moe_layer_freq": frequency}))
+    model = build(shape, groups, sizes, settings)
     generator = torch.Generator().manual_seed(world.rank)
     with torch.no_grad():
         for values in model.state_dict().values():  # parameters, the bias of a router, and nothings
@@ -52,20 +50,15 @@ def save_by_megatron(
 
 
 def load_by_megatron(
-    folder: Path,
-    shape: ModelShape,
-    groups: ProcessGroupCollection,
-    settings: Mapping[str, object],
-    *,
-    has_engine_keys: bool = False,
+    world: World, folder: Path, shape: ModelShape, settings: Mapping[str, object], has_engine_keys: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of the whole model in this one process, loaded by Megatron.
+    """Return the state dict of the whole model on a rank alone, loaded by Megatron.
 
     Args:
         has_engine_keys: the checkpoint has the keys of a model with TransformerEngine.
     """
-    frequency = settings.get("moe_layer_freq")
-    model = build(shape, groups, {}, has_engine_keys, **({} if frequency is None else {"moe_layer_freq": frequency}))
+    groups = _groups({})
+    model = build(shape, groups, {}, settings, has_engine_keys)
     sharded = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp, **settings})
     wanted = {key: value for key, value in sharded.items() if "_extra_state" not in key}
     with _without_cuda():
@@ -76,11 +69,11 @@ def build(
     shape: ModelShape,
     groups: ProcessGroupCollection,
     sizes: Mapping[str, int],
+    settings: Mapping[str, object],
     has_engine_keys: bool = False,
-    **more: object,
 ) -> GPTModel:
     """Return a model whose weights are not set."""
-    config = _config(shape, sizes, more)
+    config = _config(shape, sizes, {key: value for key, value in settings.items() if key == "moe_layer_freq"})
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", pp_rank=0)
     for layer, is_moe in zip(spec.layer_specs, shape.is_moe_layer, strict=True):
         layer.submodules.self_attention.submodules.core_attention = (

@@ -13,12 +13,12 @@ HF one file of 5 GB. OUTPUT appears when it is complete.
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 from tqdm import tqdm
 
 from afd_megatron.errors import AfdError
-from afd_megatron.models.convert import convert
 
 
 def main() -> int:
@@ -27,6 +27,9 @@ def main() -> int:
     parser.add_argument("output", type=Path, help="a new folder")
     parser.add_argument("--to", choices=["torch_dist", "hf"], required=True, help="format of OUTPUT")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # of optional packages that a conversion does not use
+    from afd_megatron.models.convert import convert
+
     with tqdm(unit="B", unit_scale=True, desc=str(args.output)) as bar:
 
         def show(num_done: int, num_all: int) -> None:
