@@ -5,8 +5,9 @@
         --set model.path=/tmp/tiny_megatron --set model.load=torch_dist --overwrite
     python tools/convert.py /tmp/tiny_megatron /tmp/tiny_hf --to hf
 
-Megatron itself loads the first output with `--load /tmp/tiny_megatron`. Config and tokenizer are copied, so that each
-folder serves as `model.path`. Values keep their dtype, but weights in fp8 blocks or mxfp4 become bfloat16, and the
+The first output has its checkpoint in release/, as Megatron's own converters do; Megatron's dist_checkpointing loads it
+into a model with the keys of TransformerEngine. Config and tokenizer are copied, so that each folder serves as
+`model.path`. Values keep their dtype, but weights in fp8 blocks or mxfp4 become bfloat16, and the
 config loses its quantization_config. Towards torch_dist memory holds one expert or one other tensor at a time, towards
 HF one file of 5 GB. OUTPUT appears when it is complete.
 """
