@@ -15,6 +15,7 @@ setup(
         "pydantic>=2.10,<3",
         "pyyaml>=6,<7",
         "safetensors>=0.5",
+        "huggingface_hub>=1",
         "transformers>=5.10,<6",
         "jinja2>=3.1",  # chat templates, not declared by transformers
         "numpy>=1.26",

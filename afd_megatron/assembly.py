@@ -78,13 +78,7 @@ class RankParts:
         self._progress = progress
         self._groups = megatron_groups(world, timeout_s=config.control.step_timeout_s)
         self._dtype = getattr(torch, config.model.dtype)
-        self._source = open_weights(
-            config.model.path,
-            shape,
-            seed=config.model.seed,
-            is_random=config.model.load == "random",
-            device=_DEVICE,
-        )
+        self._source = open_weights(config.model.path, shape, config.model.load, seed=config.model.seed, device=_DEVICE)
         self._stays = staying(config)
         is_remote = shape.is_remote_layer(self._stays)
         layout = ExchangeLayout(

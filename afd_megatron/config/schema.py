@@ -24,9 +24,16 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: FilePath
-    """Folder in Hugging Face layout: config.json, safetensors, and a tokenizer if the job has text."""
+    """Folder with config.json and weights, and a tokenizer if the job has text; all as Hugging Face lays them out.
+
+    For `load: torch_dist` the weights are Megatron's: `.metadata` lies in the folder itself, or in the iteration that
+    latest_checkpointed_iteration.txt names, or in the newest `iter_*`.
+    """
     load: Literal["hf", "random", "torch_dist"] = "hf"
-    """Where weights come from. `random` needs only config.json and is for measuring."""
+    """Where weights come from: safetensors, Megatron's distributed checkpoint, or nowhere.
+
+    `random` needs only config.json and is for measuring.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, KV cache and messages. float32 is what a CPU computes fastest and what exactness is tested in."""
     seed: Seed = 0
@@ -222,7 +229,6 @@ class NotYet(NamedTuple):
 
 
 NOT_YET = {
-    "model.load": NotYet(("hf", "random"), "Megatron torch_dist checkpoints"),
     "topology.placement": NotYet((None,), "several nodes"),
     "connector.kind": NotYet(("local", "gloo"), "connectors between GPUs"),
     "connector.reply_dtype": NotYet(("model",), "partial sums in float32 on the wire"),

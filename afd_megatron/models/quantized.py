@@ -18,10 +18,13 @@ _EXPONENT_BIAS = 127
 
 
 class DequantizedSource:
-    """Another source with its quantised tensors under their plain names and shapes, read in float32."""
+    """Another source with its quantised tensors under their plain names and shapes, read in `dtype`."""
 
-    def __init__(self, source: WeightSource, fp8_block: tuple[int, int] | None) -> None:
+    def __init__(
+        self, source: WeightSource, fp8_block: tuple[int, int] | None, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Wrap `source`; `fp8_block` is rows and columns of a block, None if there is no fp8."""
+        self._dtype = dtype
         self._source = source
         self._fp8_block = fp8_block
         raw = source.shapes
@@ -43,9 +46,9 @@ class DequantizedSource:
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Return the part of a tensor, made of as few blocks as hold it."""
         if name in self._scaled:
-            return self._read_fp8(name, part)
+            return self._read_fp8(name, part).to(self._dtype)
         if name in self._packed:
-            return self._read_mxfp4(name, part)
+            return self._read_mxfp4(name, part).to(self._dtype)
         return self._source.read(name, part)
 
     def _read_mxfp4(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:

@@ -17,7 +17,8 @@ from afd_megatron.families import family_of
 from afd_megatron.families.base import ModelShape
 
 CPU = torch.device("cpu")
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _CHUNK = 2**20  # random elements made at once: few enough for caches, enough to be worth a GPU's launches
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants as int64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -123,10 +124,10 @@ def _fill_uniform(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.exists():
         if not (folder / _SINGLE).exists():
-            raise CheckpointError(f"{folder}: no weights (allowed: {_SINGLE} or {_INDEX})")
+            raise CheckpointError(f"{folder}: no weights (allowed: {_SINGLE} or {INDEX})")
         return [folder / _SINGLE]
     try:
         return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]

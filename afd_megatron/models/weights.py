@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,9 +19,11 @@ from afd_megatron.models.attention_model import AttentionModel
 from afd_megatron.models.ffn_model import FfnModel
 from afd_megatron.models.quantized import DequantizedSource
 from afd_megatron.models.sources import CPU, RandomSource, SafetensorsSource, WeightSource
+from afd_megatron.models.torch_dist import TorchDistSource, find_checkpoint
 from afd_megatron.topology import Role, contiguous_slice
 
 log = logging.getLogger(__name__)
+WeightKind = Literal["hf", "random", "torch_dist"]
 _LINE_INTERVAL_S = 5.0
 _EVERYTHING = slice(None)
 _EXPERT_LAYOUTS = (Layout.EXPERT_GATE_UP, Layout.EXPERT_DOWN, Layout.EXPERT_PAIRS)
@@ -72,16 +74,29 @@ class _Cut(NamedTuple):
 
 
 def open_weights(
-    folder: Path, shape: ModelShape, *, seed: int = 0, is_random: bool = False, device: torch.device = CPU
+    folder: Path,
+    shape: ModelShape,
+    kind: WeightKind = "hf",
+    *,
+    seed: int = 0,
+    dequantized: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> WeightSource:
-    """Return the weights of a model folder, found complete, or random ones, made on `device`.
+    """Return the weights of a model folder in the format `kind`, found complete, or random ones.
+
+    Args:
+        seed: of random ones.
+        dequantized: the dtype in which quantised ones are read.
+        device: on which random ones are made.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape; lists all of them.
     """
-    if is_random:
+    if kind == "random":
         return RandomSource(shape, seed, device)
-    source = DequantizedSource(SafetensorsSource(folder), shape.fp8_block)
+    if kind == "torch_dist":
+        return TorchDistSource(find_checkpoint(folder), shape)
+    source = DequantizedSource(SafetensorsSource(folder), shape.fp8_block, dequantized)
     check_complete(folder, source.shapes, shape)
     return source
 

@@ -335,7 +335,7 @@ def test_the_output_may_not_be_the_input_under_another_name(faults: Faults, fold
 
 @pytest.mark.parametrize(
     "override",
-    ["model.load=torch_dist", "topology.placement=spread",
+    ["topology.placement=spread",
      "connector.kind=nccl", "connector.kind=cuda_ipc", "connector.reply_dtype=float32",
      "graphs.enabled=true", "engine.kv_memory_fraction=0.5",
      "job.resume=true", "observe.trace=t.json", "observe.metrics_port=9000", "launch.restarts=1"],

@@ -1,6 +1,7 @@
 """Quantised checkpoints give the logits of the plain ones they stand for, and only the parts wanted are read."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from afd_megatron.families import load_shape
+from afd_megatron.models.convert import convert
 from afd_megatron.models.quantized import dequantize_mxfp4
 from afd_megatron.models.weights import open_weights
 
@@ -123,3 +125,24 @@ def test_mxfp4_has_all_values_and_exponents() -> None:
     scales = torch.arange(120, 136, dtype=torch.uint8).view(16, 1)
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t()
     assert torch.equal(dequantize_mxfp4(blocks, scales), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "write"),
+    [(DEEPSEEK_V3, write_fp8), (GPT_OSS | {"intermediate_size": 64}, write_mxfp4)],
+    ids=["fp8", "mxfp4"],
+)
+def test_a_conversion_to_torch_dist_has_quantised_weights_in_bfloat16(
+    config: dict, write: Callable[[Path, Path], Path], tmp_path: Path
+) -> None:
+    plain = make_random_model(tmp_path / "plain", 1, config)
+    before = load_file(plain / "model.safetensors")
+    quantised = write(plain, tmp_path / "quantised")
+    convert(quantised, tmp_path / "megatron", "torch_dist", lambda *_: None)
+    source = open_weights(tmp_path / "megatron", load_shape(plain), "torch_dist")
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        is_quantised = not torch.equal(tensor, before[name])
+        expected = tensor.bfloat16() if is_quantised else tensor
+        found = source.read(name, ())
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+    assert json.loads((tmp_path / "megatron/config.json").read_text()) == config
